@@ -1,0 +1,32 @@
+"""Shared settings: shapes checked by beartype, silent broadcasting refused, key reuse refused, no network."""
+
+import os
+from pathlib import Path
+
+# Eight host devices, so that sharded code is tested on any machine; set before JAX starts its backend.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import jax
+import jaxtyping
+import pytest
+
+jaxtyping.install_import_hook("jaxmeth", "beartype.beartype")
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_debug_key_reuse", True)
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture
+def golden():
+    """The folder of reference numbers."""
+    return GOLDEN
+
+
+@pytest.fixture
+def x64():
+    """Run one test in float64."""
+    with jax.enable_x64(True):
+        yield
