@@ -108,7 +108,7 @@ Observe = Callable[[Any, StepInfo], tuple[Any, Bool[Array, " B"]]]
 
 
 class Generation(NamedTuple):
-    """New tokens only, 0 past ``lengths``; a stop token is counted. Logprobs and entropy in nats, before temperature."""
+    """New tokens only, 0 past ``lengths``; a stop token counts. Logprobs and entropy in nats, before temperature."""
 
     tokens: Int[Array, "B N"]
     logprobs: Float32[Array, "B N"]

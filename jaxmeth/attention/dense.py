@@ -1,0 +1,43 @@
+"""Dense attention: the reference, and the decoder's default."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxmeth.types import AttendContext, State
+
+
+def dense(
+    q: Float[Array, "B H T D"],
+    k: Float[Array, "B Hkv S D"],
+    v: Float[Array, "B Hkv S D"],
+    ctx: AttendContext,
+    state: State,
+) -> tuple[Float[Array, "B H T D"], State]:
+    r"""Softmax attention over every key that ``ctx.mask()`` admits.
+
+    .. math:: o_t = \sum_s p_{ts} v_s, \quad p_{t\cdot} = \mathrm{softmax}_s(c\,\tanh(\alpha q_t k_s / c))
+
+    with scale alpha and soft cap c (no tanh without one). Query head h reads key/value head ``h // (H / Hkv)``.
+    Scores and softmax are float32 or better. A query that may attend nothing gives zeros. ``state`` passes through.
+
+    Reference: Vaswani et al., Attention Is All You Need, arXiv 1706.03762, equation 1; Ainslie et al., GQA,
+    arXiv 2305.13245; the soft cap is Gemma 2's, arXiv 2408.00118, section 2.
+    """
+    batch, heads, length, dim = q.shape
+    kv_heads = k.shape[1]
+    exact = jnp.promote_types(q.dtype, jnp.float32)
+    grouped = (q * ctx.scale).reshape(batch, kv_heads, heads // kv_heads * length, dim)
+    scores = jnp.einsum("bktd,bksd->bkts", grouped, k, preferred_element_type=exact)
+    if ctx.softcap is not None:
+        scores = jnp.tanh(scores / ctx.softcap) * ctx.softcap
+    scores = scores.reshape(batch, heads, length, -1)
+    mask = ctx.mask()
+    # A finite floor, so that a fully masked row has a finite maximum and a zero gradient.
+    scores = jnp.where(mask, scores, jnp.finfo(exact).min)
+    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    weights = jnp.where(mask, jnp.exp(scores - top), 0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = (weights / jnp.where(total == 0, 1, total)).astype(v.dtype)
+    out = jnp.einsum("bkts,bksd->bktd", weights.reshape(batch, kv_heads, -1, weights.shape[-1]), v)
+    return out.reshape(batch, heads, length, v.shape[-1]).astype(q.dtype), state
