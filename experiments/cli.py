@@ -1,8 +1,6 @@
 """The command line: list, run, tour, report, sweep. A wrong command is one line and exit code 2, never a traceback."""
 
 import contextlib
-import difflib
-import errno
 import importlib
 import inspect
 import io
@@ -26,6 +24,7 @@ from rich.text import Text
 
 from experiments import core, figures, show
 from experiments.discover import discover
+from experiments.failures import Stop, Terminated, explain, fail, unknown
 from experiments.jsonio import decode_config, encode, read_json, write_json
 from experiments.rundir import RunDir, open_run
 
@@ -41,18 +40,6 @@ HELP = """usage: python -m experiments [COMMAND] [options]
   python -m experiments run NAME --preset smoke
   python -m experiments sweep NAME --grid lr=1e-3,3e-3 --grid seed=0..7
 """
-
-
-class Stop(Exception):
-    """The command ends here: exit code, one line for the user, and the usage line where the command was wrong."""
-
-    def __init__(self, code: int, message: str, usage: str = ""):
-        super().__init__(message)
-        self.code, self.message, self.usage = code, message, usage
-
-
-class Terminated(BaseException):
-    """SIGTERM, raised in the main thread so that ``finally`` blocks run."""
 
 
 @dataclass(frozen=True)
@@ -109,60 +96,6 @@ def _terminate(*_) -> NoReturn:
     raise Terminated
 
 
-def fail(code: int, message: str, usage: str = "") -> int:
-    """Print the usage and one line, hand the exit code back."""
-    shown = show.console(stderr=True)
-    if usage:
-        shown.print(Text(f"usage: {usage}", style="dim"), soft_wrap=True)
-    mark = ("stopped: ", "bold yellow") if code in (130, 143) else ("error: ", "bold red")
-    shown.print(Text.assemble(mark, " ".join(message.split())), soft_wrap=True)
-    return code
-
-
-def explain(error: Exception, about: core.About | None = None, config: Any = None) -> tuple[int, str]:
-    """Exit code and line of a foreseeable failure; an empty line for a bug, which keeps its traceback."""
-    library = sys.modules.get("jaxmeth.types")
-    text = str(error)
-    if library and isinstance(error, library.JaxmethError):
-        return 2, text
-    exhausted = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and re.search(
-        r"RESOURCE_EXHAUSTED|bad_alloc|[Oo]ut of memory|[Cc]annot allocate|YNNPACK operation failed", text
-    )
-    if exhausted or isinstance(error, MemoryError):
-        size = re.search(r"[\d.]+ ?[KMGT]i?B\b|\d+ bytes", text)
-        knob = about.knob if about else ""
-        size = f"could not allocate {_bytes(size.group())}" if size else "an allocation failed"
-        advice = f"lower --{knob.replace('_', '-')} (now {getattr(config, knob)})" if knob else "use a smaller preset"
-        return 1, f"out of memory: {size} with {_in_use()} in use; {advice}"
-    if isinstance(error, ImportError) and ("jaxmeth[" in text or not _ours(getattr(error, "name", None))):
-        missing = "" if "jaxmeth[" in text else f"; install the package {error.name.partition('.')[0]}"
-        return 2, text + missing
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-        return 1, f"{error.filename or 'results'}: {error.strerror}; what was finished is kept"
-    return 1, ""
-
-
-def _ours(module: str | None) -> bool:
-    return module is None or module.partition(".")[0] in ("jaxmeth", "experiments")
-
-
-def _in_use() -> str:
-    import resource
-
-    return _bytes(
-        f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)} bytes"
-    )
-
-
-def _bytes(size: str) -> str:
-    if not size.endswith(" bytes"):
-        return size.replace(". ", " ")
-    number, units = float(size.split()[0]), ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while number >= 1024 and len(units) > 1:
-        number, units = number / 1024, units[1:]
-    return f"{number:.3g} {units[0]}"
-
-
 def dispatch(argv: list[str]) -> int:
     """Run one command; its exit code."""
     commands = {"list": list_command, "run": run_command, "tour": tour_command}
@@ -173,13 +106,6 @@ def dispatch(argv: list[str]) -> int:
     if not argv or argv[0] in commands:
         return commands[argv[0] if argv else "list"](argv[1:])
     raise Stop(2, unknown("command", argv[0], commands), f"{PROG} {{{','.join(commands)}}} ...")
-
-
-def unknown(kind: str, found: str, known: Any) -> str:
-    """``unknown command 'runn'; did you mean run?``"""
-    close = difflib.get_close_matches(found, list(known), n=1)
-    hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known) or 'none: there are none'}"
-    return f"unknown {kind} {found!r}; {hint}"
 
 
 def parse(function: Callable[..., Any], argv: list[str], prog: str, description: str, usage: str = "") -> Any:

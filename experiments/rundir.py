@@ -155,9 +155,9 @@ class RunDir:
             return dict(self._memory[key])
         path = self._chunk(key)
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
                 return {name: stored[name] for name in stored.files}
-        except (zipfile.BadZipFile, ValueError, EOFError, OSError) as error:
+        except (zipfile.BadZipFile, ValueError, TypeError, EOFError, OSError) as error:
             from jaxmeth.types import CheckpointError
 
             raise CheckpointError(f"{path}: damaged chunk ({error}); delete it to compute it again") from None
@@ -271,8 +271,8 @@ def config_record(experiment: str, config: Any, preset: str, data: Path | None) 
 
 def _difference(stored: dict, experiment: str, config: Any, data: Path | None) -> str:
     """The first fields in which a folder's configuration differs from this run's."""
-    flat = {"experiment": stored.get("experiment"), "data": stored.get("data")} | dict(stored.get("config") or {})
-    ours = {"experiment": experiment, "data": encode(data)} | encode(config)
+    flat = {"experiment": stored.get("experiment"), "JAXMETH_DATA": stored.get("data")} | (stored.get("config") or {})
+    ours = {"experiment": experiment, "JAXMETH_DATA": encode(data)} | encode(config)
     differing = [k for k in ours if flat.get(k) != ours[k]]
     shown = ", ".join(f"{k}={json.dumps(flat.get(k))} (this run: {json.dumps(ours[k])})" for k in differing[:4])
-    return f"belongs to another configuration: {shown or 'unreadable hash'}"
+    return f"belongs to another configuration: {shown or 'fields that this one lacks'}"

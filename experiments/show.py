@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -91,14 +91,14 @@ def table(title: str = "", columns: Iterable[str] = (), numeric: Iterable[bool] 
     return made
 
 
-def rows_table(rows: list[Mapping[str, Any]], title: str = "") -> Table:
+def rows_table(rows: list[Mapping[str, Any]], title: str = "") -> RenderableType:
     """Rows side by side; the first column stands out, long tables are cut."""
     columns, body, numeric = cells(rows)
     made = table(title, columns, numeric)
     for row in body[:_LONGEST]:
         made.add_row(*(Text(c, style="bold" if i == 0 else "") for i, c in enumerate(row)))
     if len(body) > _LONGEST:
-        made.caption = f"{len(body) - _LONGEST} more rows in result.json"
+        return Group(made, Text(f"{len(body) - _LONGEST} more rows in result.json", style="dim"))
     return made
 
 

@@ -25,6 +25,7 @@ import tyro
 from rich.text import Text
 
 from experiments import cli, core, show
+from experiments.failures import Stop, unknown
 from experiments.jsonio import config_hash, read_json, write_atomically, write_json
 from experiments.rundir import config_record, make_folder
 
@@ -70,7 +71,7 @@ def sweep_command(argv: list[str]) -> int:
     module, rest, usage = cli.named(argv, "sweep")
     options, config = cli.parse_config(module, rest, SweepOptions, "sweep", usage)
     if options.jobs < 1:
-        raise cli.Stop(2, f"--jobs: found {options.jobs}, expected at least 1", usage)
+        raise Stop(2, f"--jobs: found {options.jobs}, expected at least 1", usage)
     grid = read_grid(module, options.grid, usage)
     trials = [make_trial(module, options, config, point, usage) for point in grid]
     todo = [t for t in trials if not t.finished]
@@ -99,16 +100,16 @@ def read_grid(module: ModuleType, grid: list[str], usage: str) -> list[dict[str,
         name, sign, values = text.partition("=")
         name = name.strip().lstrip("-").replace("-", "_")
         if not sign or not values.strip():
-            raise cli.Stop(2, f"--grid: found {text!r}, expected option=value,value or option=first..last", usage)
+            raise Stop(2, f"--grid: found {text!r}, expected option=value,value or option=first..last", usage)
         if name not in hints:
-            raise cli.Stop(2, f"--grid: {cli.unknown('option', name, hints)}", usage)
+            raise Stop(2, f"--grid: {unknown('option', name, hints)}", usage)
         if name in axes:
-            raise cli.Stop(2, f"--grid: found {name} twice, expected each option once", usage)
+            raise Stop(2, f"--grid: found {name} twice, expected each option once", usage)
         axes[name] = [v for part in values.split(",") for v in _values(part.strip())]
         if len(axes[name]) == 0 or len(set(axes[name])) < len(axes[name]):
-            raise cli.Stop(2, f"--grid: found {values!r}, expected values of {name}, each once", usage)
+            raise Stop(2, f"--grid: found {values!r}, expected values of {name}, each once", usage)
     if not axes:
-        raise cli.Stop(2, "--grid is missing, expected --grid option=value,value", usage)
+        raise Stop(2, "--grid is missing, expected --grid option=value,value", usage)
     return [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
 
 
@@ -175,20 +176,20 @@ def run_local(trials: list[Trial], jobs: int) -> None:
 def slurm_executor(options: SweepOptions, usage: str) -> Any:
     """``commands -> jobs`` through submitit's Slurm executor."""
     if importlib.util.find_spec("submitit") is None:
-        raise cli.Stop(2, "--launcher slurm needs the package submitit: pip install submitit", usage)
+        raise Stop(2, "--launcher slurm needs the package submitit: pip install submitit", usage)
     import submitit
 
     settings: dict[str, Any] = {"slurm_array_parallelism": options.jobs} if options.jobs > 1 else {}
     for text in options.slurm:
         name, sign, value = text.partition("=")
         if not sign:
-            raise cli.Stop(2, f"--slurm: found {text!r}, expected setting=value", usage)
+            raise Stop(2, f"--slurm: found {text!r}, expected setting=value", usage)
         settings[f"slurm_{name}"] = int(value) if value.isdigit() else value
     try:
         executor = submitit.AutoExecutor(folder=options.out / "slurm", cluster="slurm")
         executor.update_parameters(**settings)
     except (RuntimeError, ValueError, NameError) as error:
-        raise cli.Stop(2, f"--launcher slurm: {error}", usage) from None
+        raise Stop(2, f"--launcher slurm: {error}", usage) from None
 
     def submit(commands: list[list[str]]) -> list[Any]:
         with executor.batch():

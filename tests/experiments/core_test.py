@@ -33,7 +33,11 @@ def test_verdict(comparison, threshold, interval, expected):
 
 
 @given(
-    st.floats(-1e6, 1e6), st.floats(0, 10), st.floats(0, 10), st.floats(-1e6, 1e6), st.sampled_from([">=", "<=", ">", "<"])
+    st.floats(-1e6, 1e6),
+    st.floats(0, 10),
+    st.floats(0, 10),
+    st.floats(-1e6, 1e6),
+    st.sampled_from([">=", "<=", ">", "<"]),
 )
 def test_an_interval_never_turns_a_claim(measured, below, above, threshold, comparison):
     """Adding an interval around the measured value keeps its verdict or withdraws it."""

@@ -36,7 +36,7 @@ class Config(core.Config):
     """Unused flag."""
     data: Path | None = None
     """Folder of real data."""
-    mode: Literal["run", "refuse", "bug", "memory", "xla", "full", "data", "missing", "slow"] = "run"
+    mode: Literal["run", "refuse", "bug", "memory", "xla", "full", "data", "missing", "extra", "slow"] = "run"
     """What happens in the run."""
 
     def __post_init__(self):
@@ -99,6 +99,8 @@ def _go_wrong(cfg: Config) -> None:
         raise OSError(28, "No space left on device", "metrics.csv")
     if cfg.mode == "data":
         core.data_file("00-toy", "toy.csv", cfg.data)
+    if cfg.mode == "extra":
+        raise ImportError("hub names need huggingface_hub: install jaxmeth[hf]")
     if cfg.mode == "missing":
         import package_that_is_missing  # noqa: F401
 
