@@ -61,7 +61,8 @@ def _deviance(x: Array, mean: Array, excess: Array) -> Array:
     small = jnp.where(near, v, 0.0)
     square = small * small
     tail = jnp.zeros_like(small)
-    for j in range(10, 0, -1):  # sum over j of v^(2j) / (2j+1) by Horner; v^2 <= 0.01: exact in float64 too
+    # Sum over j of v^(2j) / (2j+1) by Horner; v^2 <= 0.01, so each term adds two digits.
+    for j in range(4 if x.dtype == jnp.float32 else 8, 0, -1):
         tail = square * (1.0 / (2 * j + 1) + tail)
     series = excess * small + 2.0 * x * small * tail
     both = (x > 0) & (mean > 0)
@@ -73,14 +74,15 @@ def _deviance(x: Array, mean: Array, excess: Array) -> Array:
 def _two_deviances(x: Array, n: Array, p: Array) -> Array:
     """``n KL(x/n || p)`` for Bernoulli distributions: the sum of the deviances of hits and misses."""
     excess = _excess(x, n, p)
-    return _deviance(x, n * p, excess) + _deviance(n - x, n * (1.0 - p), -excess)
+    # One stacked call rather than two: the compiled code is half as long.
+    return _deviance(jnp.stack([x, n - x]), jnp.stack([n * p, n * (1.0 - p)]), jnp.stack([excess, -excess])).sum(0)
 
 
 def _binomial_pmf(k: Array, n: Array, p: Array) -> Array:
     interior = (k > 0) & (k < n)
     scale = jnp.where(interior, n / jnp.where(interior, 2 * math.pi * k * (n - k), 1.0), 1.0)
-    stirling = _stirling_error(n) - _stirling_error(k) - _stirling_error(n - k)
-    return jnp.sqrt(scale) * jnp.exp(stirling - _two_deviances(k, n, p))
+    whole, hits, misses = _stirling_error(jnp.stack([n, k, n - k]))
+    return jnp.sqrt(scale) * jnp.exp(whole - hits - misses - _two_deviances(k, n, p))
 
 
 def _beta_fraction(a: Array, b: Array, x: Array, y: Array, excess: Array) -> Array:

@@ -18,6 +18,12 @@ GUARANTEED = [
     ("clopper_pearson", "bonferroni"),
     ("clopper_pearson", "split"),
 ]
+# The rest of the table runs with -m slow: what costs time is compiling.
+CHEAP = [("clopper_pearson", "suffix"), ("hoeffding", "suffix"), ("empirical_bernstein", "suffix")]
+CHEAP += [("clopper_pearson", "bonferroni")]
+RULES = [("auto", "suffix"), ("clopper_pearson", "bonferroni"), ("clopper_pearson", "split"), ("crc", "pointwise")]
+RULES += [("naive", "pointwise"), ("empirical_bernstein", "bonferroni")]
+M = 4  # one number of candidates in the hand-made cases: selections compile once
 GRID = jnp.linspace(0, 1.05, 106)
 
 
@@ -92,26 +98,37 @@ def draws():
     return jax.lax.map(draw, jax.random.split(jax.random.key(99), 2000))
 
 
-def violation_rate(curve, draws, eps, delta, bound, validity):
+LEVELS = jnp.asarray([0.1, 0.2])
+
+
+def violation_rates(curve, draws, delta, bound, validity):
+    """Share of the calibrations whose threshold has a true risk above eps, for each eps of LEVELS."""
+
     def one(draw):
         losses, cost = draw
         losses = losses.astype(jnp.float32)
-        found = risk.calibrate(losses, jnp.broadcast_to(cost[None], losses.shape), eps, delta, bound, validity)
-        return found.feasible & (curve[found.index] > eps)
+        cost = jnp.broadcast_to(cost[None], losses.shape)
+        found = jax.vmap(lambda eps: risk.calibrate(losses, cost, eps, delta, bound, validity))(LEVELS)
+        return found.feasible & (curve[found.index] > LEVELS)
 
-    return float(jnp.mean(jax.lax.map(one, draws, batch_size=100)))
+    return np.asarray(jax.lax.map(one, draws, batch_size=100).mean(0))
 
 
-@pytest.mark.parametrize(("bound", "validity"), GUARANTEED)
-@pytest.mark.parametrize("eps", [0.1, 0.2])
-def test_the_violation_rate_is_at_most_delta(curve, draws, eps, bound, validity):
+@pytest.mark.parametrize(
+    ("bound", "validity"),
+    [
+        pytest.param(*rule, marks=() if rule in CHEAP else pytest.mark.slow, id="-".join(rule))
+        for rule in [*GUARANTEED, ("auto", "split")]
+    ],
+)
+def test_the_violation_rate_is_at_most_delta(curve, draws, bound, validity):
     delta = 0.1
-    assert violation_rate(curve, draws, eps, delta, bound, validity) <= delta + 3 * np.sqrt(delta * (1 - delta) / 2000)
+    allowed = delta + 3 * np.sqrt(delta * (1 - delta) / 2000)
+    assert (violation_rates(curve, draws, delta, bound, validity) <= allowed).all()
 
 
-@pytest.mark.parametrize("eps", [0.1, 0.2])
-def test_the_naive_rule_violates_far_more_often(curve, draws, eps):
-    assert violation_rate(curve, draws, eps, 0.1, "naive", "pointwise") > 0.3
+def test_the_naive_rule_violates_far_more_often(curve, draws):
+    assert (violation_rates(curve, draws, 0.1, "naive", "pointwise") > 0.3).all()
 
 
 # --- algebra ---------------------------------------------------------------------------------------------------------
@@ -134,8 +151,9 @@ def admissible(losses, eps, bound, validity="pointwise"):
 
 def test_admissible_sets_are_nested(table):
     losses, _ = table
+    losses = losses[:, 66:]
     naive = admissible(losses, 0.15, "naive")
-    for bound in ("crc", "hoeffding", "clopper_pearson", "hoeffding_bentkus"):
+    for bound in ("crc", "hoeffding", "clopper_pearson"):
         stricter = admissible(losses, 0.15, bound)
         assert stricter.any()
         assert not (stricter & ~naive).any()
@@ -144,7 +162,7 @@ def test_admissible_sets_are_nested(table):
         assert not (stricter & ~admissible(losses, 0.2, bound)).any()
 
 
-@pytest.mark.parametrize(("bound", "validity"), [*GUARANTEED, ("naive", "pointwise"), ("crc", "pointwise")])
+@pytest.mark.parametrize(("bound", "validity"), RULES)
 def test_jit_vmap_and_row_order_change_nothing(table, bound, validity):
     losses, cost = table
     eps = jnp.asarray([0.01, 0.12, 0.3])
@@ -162,12 +180,12 @@ def test_jit_vmap_and_row_order_change_nothing(table, bound, validity):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), eager[1], shuffled)
 
 
-@pytest.mark.parametrize(("bound", "validity"), [*GUARANTEED, ("naive", "pointwise"), ("crc", "pointwise")])
+@pytest.mark.parametrize(("bound", "validity"), RULES)
 @pytest.mark.parametrize("fraction", [False, True])
 def test_infeasible_names_the_smallest_eps_that_would_do(table, bound, validity, fraction):
     losses, cost = table
-    losses = jnp.clip(losses, 0.03, 1.0)[:, :60] if fraction else losses[:, :60]
-    cost = cost[:, :60]
+    losses = jnp.clip(losses, 0.03, 1.0)[:, :40] if fraction else losses[:, :40]
+    cost = cost[:, :40]
     eps = 0.002
     found = risk.calibrate(losses, cost, eps, 0.1, bound, validity)
     assert not found.feasible
@@ -183,18 +201,18 @@ def test_infeasible_names_the_smallest_eps_that_would_do(table, bound, validity,
 
 
 def test_suffix_needs_every_stricter_column():
-    losses = jnp.zeros((100, 5)).at[:50, 3].set(1.0)
-    cost = jnp.broadcast_to(jnp.arange(5.0)[None], losses.shape)
-    assert risk.calibrate(losses, cost, 0.1, 0.1, validity="suffix").index == 4
-    assert risk.calibrate(losses, cost, 0.1, 0.1, validity="pointwise").index == 0
+    losses = jnp.zeros((100, M)).at[:50, 2].set(1.0)
+    cost = jnp.broadcast_to(jnp.arange(float(M))[None], losses.shape)
+    assert risk.calibrate(losses, cost, 0.1, 0.1, validity="suffix").index == 3
+    assert risk.calibrate(losses, cost, 0.2, 0.1, "hoeffding", validity="pointwise").index == 0
 
 
 def test_auto_takes_the_exact_bound_for_zeros_and_ones_only():
-    binary = jnp.zeros((40, 1)).at[:3].set(1.0)
-    cost = jnp.zeros((40, 1))
+    binary = jnp.zeros((40, M)).at[:3].set(1.0)
+    cost = jnp.zeros((40, M))
     exact = risk.calibrate(binary, cost, 0.5, 0.1)
     assert exact.bound == risk.calibrate(binary, cost, 0.5, 0.1, "clopper_pearson").bound
-    halves = jnp.zeros((40, 1)).at[:6].set(0.5)
+    halves = jnp.zeros((40, M)).at[:6].set(0.5)
     loose = risk.calibrate(halves, cost, 0.5, 0.1)
     assert loose.bound == risk.calibrate(halves, cost, 0.5, 0.1, "hoeffding_bentkus").bound
     assert loose.bound > exact.bound
@@ -202,23 +220,23 @@ def test_auto_takes_the_exact_bound_for_zeros_and_ones_only():
 
 
 def test_the_first_of_equal_costs_wins():
-    zeros = jnp.zeros((100, 4))
+    zeros = jnp.zeros((100, M))
     assert risk.calibrate(zeros, zeros, 0.2, 0.1).index == 0
 
 
 # --- fault case 34 ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("bound", "validity"), GUARANTEED)
+@pytest.mark.parametrize(("bound", "validity"), RULES)
 def test_no_data_proves_nothing(bound, validity):
-    none = jnp.zeros((0, 3))
+    none = jnp.zeros((0, M))
     found = risk.calibrate(none, none, 0.5, 0.1, bound, validity)
     assert not found.feasible
     assert found.bound == 1
 
 
 def test_one_row():
-    one = jnp.zeros((1, 2))
+    one = jnp.zeros((1, M))
     assert not risk.calibrate(one, one, 0.85, 0.1).feasible
     np.testing.assert_allclose(risk.calibrate(one, one, 0.85, 0.1).bound, 0.9, atol=1e-6)
     assert risk.calibrate(one, one, 0.91, 0.1).feasible
@@ -226,7 +244,7 @@ def test_one_row():
 
 @pytest.mark.parametrize("n", [1, 9, 99])
 def test_crc_below_one_over_n_plus_one_is_infeasible_and_the_tie_is_not(n):
-    clean = jnp.zeros((n, 2))
+    clean = jnp.zeros((n, M))
     below = risk.calibrate(clean, clean, 0.999 / (n + 1), 0.1, "crc")
     assert not below.feasible
     np.testing.assert_allclose(below.bound, 1 / (n + 1), rtol=1e-6)
@@ -234,25 +252,25 @@ def test_crc_below_one_over_n_plus_one_is_infeasible_and_the_tie_is_not(n):
 
 
 def test_all_right_gives_the_closed_form_and_all_wrong_nothing():
-    clean = jnp.zeros((30, 3))
+    clean = jnp.zeros((30, M))
     found = risk.calibrate(clean, clean, 0.0739, 0.1)
     assert found.feasible
     np.testing.assert_allclose(found.bound, 1 - 0.1 ** (1 / 30), atol=1e-6)
     assert not risk.calibrate(clean, clean, 0.0738, 0.1).feasible
-    for bound, validity in GUARANTEED:
-        wrong = risk.calibrate(jnp.ones((30, 3)), clean, 0.99, 0.1, bound, validity)
+    for bound, validity in RULES[:3]:
+        wrong = risk.calibrate(jnp.ones((30, M)), clean, 0.99, 0.1, bound, validity)
         assert not wrong.feasible
         assert wrong.bound == 1
 
 
 def test_hoeffding_at_fifty_rows_is_infeasible_below_its_margin():
-    clean = jnp.zeros((50, 3))
+    clean = jnp.zeros((50, M))
     assert not risk.calibrate(clean, clean, 0.151, 0.1, "hoeffding").feasible
     assert risk.calibrate(clean, clean, 0.152, 0.1, "hoeffding").feasible
 
 
 def test_from_eps_one_on_everything_is_admissible():
-    ones = jnp.ones((5, 2))
+    ones = jnp.ones((5, M))
     for eps in (1.0, 3.0):
         assert risk.calibrate(ones, ones, eps, 0.1).feasible
 
