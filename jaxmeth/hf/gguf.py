@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxmeth.hf.files import TensorInfo, Weights, map_file, show, view
+from jaxmeth.hf.weights import TensorInfo, Weights, map_file, show, view
 from jaxmeth.types import WeightsError
 
 MAX_DIMS = 4
@@ -25,6 +25,9 @@ MAX_NESTING = 4
 MAX_NAME_BYTES = 65_535
 # Larger than any published vocabulary; without a bound a small file could become a hundred times its size in memory.
 MAX_VALUES = 4_000_000
+MAX_ENTRIES = 65_536
+# Values dequantised at a time: the temporaries stay small beside the tensor.
+CHUNK_VALUES = 1 << 22
 
 PLAIN = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 # name: (type id, values a block, bytes a block)
@@ -86,12 +89,11 @@ class _Cursor:
         self.at += count
         return at
 
-    def count(self, elements: int, smallest: int, what: str) -> int:
+    def check_count(self, elements: int, smallest: int, what: str) -> None:
         """Refuse a number of elements that cannot fit in the rest of the file, before any of them is read."""
         left = len(self.mapped) - self.at
         if elements * smallest > left:
             raise self.fail(f"{what}: {elements} of at least {smallest} bytes each, {left} bytes are left")
-        return elements
 
     def u32(self, what: str) -> int:
         return struct.unpack_from("<I", self.mapped, self.take(4, what))[0]
@@ -138,7 +140,7 @@ class _Cursor:
             raise self.fail(f"{what}: array of value type {kind}, expected one of 0 to 12")
         length = self.u64(what)
         smallest = SCALARS[kind].itemsize if kind in SCALARS else 8 if kind == STRING else 12
-        self.count(length, smallest, f"{what} (array)")
+        self.check_count(length, smallest, f"{what} (array)")
         self.values += length
         if self.values > MAX_VALUES:
             raise self.fail(f"{what}: {self.values} array values so far, expected at most {MAX_VALUES}")
@@ -176,7 +178,7 @@ def _tensor(cursor: _Cursor, i: int) -> _Tensor:
     number = cursor.u32(what)
     offset = cursor.u64(what)
     if number not in TYPE_NAMES:
-        raise cursor.fail(f"{what}: type {number} is unknown, expected one of {', '.join(TYPES)}")
+        raise cursor.fail(f"{what}: type {number} is unknown here, expected one of {', '.join(TYPES)}")
     kind = TYPE_NAMES[number]
     _, block, block_bytes = TYPES[kind]
     if math.prod(max(d, 1) for d in shape) >= 2**60:
@@ -209,8 +211,10 @@ def _parse(path: Path, mapped: mmap.mmap) -> tuple[dict[str, Any], dict[str, _Te
     if version not in (2, 3):
         raise cursor.fail(f"version {version}, expected 2 or 3 (little-endian)")
     tensor_count, kv_count = cursor.u64("tensor count"), cursor.u64("metadata count")
-    cursor.count(tensor_count, 24, "tensors")
-    cursor.count(kv_count, 13, "metadata entries")
+    for what, count, smallest in (("tensors", tensor_count, 24), ("metadata entries", kv_count, 13)):
+        cursor.check_count(count, smallest, what)
+        if count > MAX_ENTRIES:
+            raise cursor.fail(f"{what}: {count}, expected at most {MAX_ENTRIES}")
     metadata = _metadata(cursor, kv_count)
     tensors: dict[str, _Tensor] = {}
     for i in range(tensor_count):
@@ -232,11 +236,15 @@ def _reader(mapped: mmap.mmap, tensor: _Tensor, start: int, gguf: Any) -> Callab
 
     def quantised() -> np.ndarray:
         _, block, block_bytes = TYPES[tensor.kind]
-        row = tensor.shape[-1] // block * block_bytes
-        raw = view(mapped, np.dtype("u1"), (*tensor.shape[:-1], row), start + tensor.offset)
-        if raw.size == 0:
-            return np.zeros(tensor.shape, np.float32)
-        return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[tensor.kind])
+        rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
+        raw = view(mapped, np.dtype("u1"), (rows, columns // block * block_bytes), start + tensor.offset)
+        out = np.empty((rows, columns), np.float32)
+        step = max(1, CHUNK_VALUES // max(1, columns))
+        # A scale may be inf or NaN: reading reports what the file holds, judging it is the caller's.
+        with np.errstate(all="ignore"):
+            for i in range(0, rows if columns else 0, step):
+                out[i : i + step] = gguf.quants.dequantize(raw[i : i + step], gguf.GGMLQuantizationType[tensor.kind])
+        return out.reshape(tensor.shape)
 
     return plain if tensor.kind in PLAIN else quantised
 
