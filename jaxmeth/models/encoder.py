@@ -58,7 +58,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmeth.models.decoder import check_tokens
 from jaxmeth.models.towers import (
     Bert,
     BertConfig,
@@ -69,7 +68,7 @@ from jaxmeth.models.towers import (
     VisionTowerConfig,
     unit,
 )
-from jaxmeth.types import ConfigError, Params
+from jaxmeth.types import ConfigError, Params, is_concrete
 
 __all__ = [
     "BertConfig",
@@ -163,18 +162,36 @@ def encode_text(
 
     Raises:
       ConfigError: tokens outside the vocabulary (checked where the values are on this host), an empty sequence, one
-        longer than ``max_positions``, a mask or token types that do not fit.
+        longer than ``max_positions``, a mask or token types that do not fit, token types for another model than BERT.
 
     Reference: Devlin et al., BERT, arXiv 1810.04805; Reimers and Gurevych, Sentence-BERT, arXiv 1908.10084, section 3;
     Radford et al., CLIP, arXiv 2103.00020, section 2.4; Zhai et al., SigLIP, arXiv 2303.15343.
     """
-    check_tokens(cfg if isinstance(cfg, BertConfig) else cfg.text, tokens, 0)
-    if token_types is not None and not isinstance(cfg, BertConfig):
+    text = cfg if isinstance(cfg, BertConfig) else cfg.text
+    if tokens.ndim != 2 or tokens.shape[1] == 0:
+        raise ConfigError(f"tokens: found shape {tuple(tokens.shape)}, expected [batch, length] and at least one token")
+    if tokens.shape[1] > text.max_positions:
+        raise ConfigError(f"tokens: found {tokens.shape[1]} a row, expected at most max_positions {text.max_positions}")
+    if token_types is not None and text is not cfg:
         raise ConfigError(f"token_types: found an array, expected None for model_type {cfg.model_type}")
     for name, array in (("mask", mask), ("token_types", token_types)):
         if array is not None and array.shape != tokens.shape:
             raise ConfigError(f"{name}: found shape {tuple(array.shape)}, expected that of tokens, {tokens.shape}")
+    _check_ids("tokens", tokens, text.vocab_size)
+    if token_types is not None:
+        _check_ids("token_types", token_types, text.type_vocab_size)
     return _encode_text(params, cfg, tokens, mask, token_types)
+
+
+def _check_ids(name: str, ids, size: int) -> None:
+    """Ids must lie in a table of ``size`` rows; values on an accelerator are not fetched for this."""
+    on_host = isinstance(ids, np.ndarray) or (
+        is_concrete(ids) and ids.is_fully_addressable and next(iter(ids.devices())).platform == "cpu"
+    )
+    if on_host and ids.size:
+        low, high = int(np.min(ids)), int(np.max(ids))
+        if low < 0 or high >= size:
+            raise ConfigError(f"{name}: found id {low if low < 0 else high}, expected 0 to {size - 1}")
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -183,7 +200,7 @@ def _encode_image(params, cfg, pixels):
 
 
 def encode_image(
-    params: Params, cfg: DualEncoderConfig, pixels: Float[Array, "B channels height width"] | np.ndarray
+    params: Params, cfg: EncoderConfig, pixels: Float[Array, "B channels height width"] | np.ndarray
 ) -> Float[Array, "B E"]:
     """Embed a batch of images; compiled once a shape.
 
@@ -223,7 +240,7 @@ def _similarity(scale, bias, text, image):
 
 
 def similarity(
-    params: Params, cfg: DualEncoderConfig, text: Float[Array, "N E"], image: Float[Array, "M E"]
+    params: Params, cfg: EncoderConfig, text: Float[Array, "N E"], image: Float[Array, "M E"]
 ) -> Float[Array, "M N"]:
     r"""How well each text fits each image, as logits.
 

@@ -313,7 +313,7 @@ def _look_up(table: nnx.Embed, ids: Int[Array, "B T"], dtype: jnp.dtype) -> Floa
 
 
 def _stack(block: type[nnx.Module], cfg: _StackConfig, rngs: nnx.Rngs) -> nnx.Module:
-    return nnx.vmap(lambda r: block(cfg, r), in_axes=0, out_axes=0)(rngs.fork(split=cfg.num_layers))
+    return nnx.vmap(lambda r: block(cfg, r), in_axes=0, out_axes=0)(rngs.split(cfg.num_layers))
 
 
 def _positions(mask: Bool[Array, "B T"]) -> Int[Array, "B T"]:
