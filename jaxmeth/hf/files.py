@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+
 import numpy as np
 
 from jaxmeth.hf.safetensors import Plan, TensorSource, open_safetensors, plan_tensors, write_safetensors
