@@ -107,7 +107,7 @@ class _Cursor:
         try:
             return self.mapped[at : at + length].decode("utf-8")
         except UnicodeDecodeError:
-            raise self.fail(f"{what}: {show(self.mapped[at : at + min(length, 60)])} is not UTF-8") from None
+            raise self.fail(f"{what}: {show(self.mapped[at : at + length])} is not UTF-8") from None
 
     def name(self, what: str) -> str:
         name = self.string(what)
@@ -132,6 +132,23 @@ class _Cursor:
             raise self.fail(f"{what}: a bool that is neither 0 nor 1")
         return (raw == 1).tolist() if kind == 7 else raw.tolist()
 
+    def strings(self, length: int, what: str) -> list[str]:
+        # One loop without calls: a vocabulary and its merges are a hundred thousand strings and more.
+        mapped, at, size, unpack = self.mapped, self.at, len(self.mapped), struct.Struct("<Q").unpack_from
+        out = []
+        for i in range(length):
+            end = at + 8
+            end += unpack(mapped, at)[0] if end <= size else size
+            if end > size:
+                raise self.fail(f"{what}: string {i} of {length} passes the end of the file (truncated file)")
+            try:
+                out.append(mapped[at + 8 : end].decode("utf-8"))
+            except UnicodeDecodeError:
+                raise self.fail(f"{what}: string {i}, {show(mapped[at + 8 : end])}, is not UTF-8") from None
+            at = end
+        self.at = at
+        return out
+
     def array(self, what: str, depth: int) -> list:
         if depth >= MAX_NESTING:
             raise self.fail(f"{what}: arrays nested more than {MAX_NESTING} deep")
@@ -146,6 +163,8 @@ class _Cursor:
             raise self.fail(f"{what}: {self.values} array values so far, expected at most {MAX_VALUES}")
         if kind in SCALARS:
             return self.numbers(kind, length, what)
+        if kind == STRING:
+            return self.strings(length, what)
         return [self.value(kind, what, depth + 1) for _ in range(length)]
 
 

@@ -120,7 +120,7 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> Tokenizer | None:
     if metadata.get("tokenizer.ggml.model") != "gpt2":
         return None
     pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
-    cut = _pre_tokenizer(pre)
+    cut = _pre_tokenizer(pre) if isinstance(pre, str) else None
     if cut is None:
         return None
     tokens, kinds = _vocabulary(metadata)
