@@ -46,20 +46,22 @@ class _Worker:
             )
         except OSError as e:
             raise ConfigError(f"chat template: cannot start its process: {e.strerror}") from None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
         if self.ask("", START_SECONDS) != "ready\n":
             self.close()
             raise ConfigError("chat template: its process did not start (is jinja2 installed?)")
 
     def ask(self, line: str, seconds: float) -> str:
         """Send a line and wait for one; the empty string if the process ended or was ended first."""
-        stdin, stdout = self.process.stdin, self.process.stdout
         timer = threading.Timer(seconds, self.process.kill)
         timer.daemon = True
         timer.start()
         try:
-            stdin.write(line)
-            stdin.flush()
-            return stdout.readline()
+            self.stdin.write(line)
+            self.stdin.flush()
+            return self.stdout.readline()
         except OSError:
             return ""
         finally:
@@ -72,8 +74,8 @@ class _Worker:
         if self.pid == os.getpid():
             self.process.kill()
             with contextlib.suppress(OSError):
-                self.process.stdin.close()
-            self.process.stdout.close()
+                self.stdin.close()
+            self.stdout.close()
             self.process.wait()
 
 
