@@ -9,6 +9,9 @@ from jaxmeth.risk.bounds import hb_pvalue as hb_pvalue
 from jaxmeth.risk.bounds import hb_upper as hb_upper
 from jaxmeth.risk.bounds import hoeffding_pvalue as hoeffding_pvalue
 from jaxmeth.risk.bounds import hoeffding_ucb as hoeffding_ucb
+from jaxmeth.risk.selective import cascade_apply as cascade_apply
+from jaxmeth.risk.selective import cascade_calibrate as cascade_calibrate
+from jaxmeth.risk.selective import fixed_sequence_test as fixed_sequence_test
 from jaxmeth.risk.testing import Selection as Selection
 from jaxmeth.risk.testing import Summary as Summary
 from jaxmeth.risk.testing import bonferroni as bonferroni

@@ -203,8 +203,8 @@ def _check(losses: Array, cost: Array, eps: ArrayLike, delta: ArrayLike, bound: 
     if losses.shape != cost.shape or losses.shape[-1] == 0:
         raise ConfigError(f"losses, cost: found shapes {losses.shape}, {cost.shape}, expected equal [n, m] with m > 0")
     check_levels(eps, delta)
-    if is_concrete(losses) and is_concrete(cost):
-        outside, unbounded = _irregular(losses, cost)
+    outside, unbounded = _irregular(losses, cost)
+    if is_concrete(outside):
         if outside:
             raise ConfigError(f"losses: found values in [{losses.min()}, {losses.max()}], expected all in [0, 1]")
         if unbounded:

@@ -86,9 +86,7 @@ def _moments(x: Array, tau: ArrayLike, v0: ArrayLike) -> tuple[Array, Array, Arr
     return mean.T, variance.T, weight[None]
 
 
-def ema_debiased(
-    x: Float[Array, "n T"], length: Int[Array, " n"], tau: Num[ArrayLike, ""]
-) -> Float[Array, "n T"]:
+def ema_debiased(x: Float[Array, "n T"], length: Int[Array, " n"], tau: Num[ArrayLike, ""]) -> Float[Array, "n T"]:
     """Moving mean started from 0, divided by ``1 - (1 - tau)^(t+1)``; padding 0. tau in (0, 1]."""
     mean, _, weight = _moments(x, tau, 0.0)
     return jnp.where(inside(length, x.shape[1]), mean / weight, 0.0)
