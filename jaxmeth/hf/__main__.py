@@ -86,10 +86,15 @@ def _parse(argv: list[str]) -> Args:
 
 
 def _one_line(box: str) -> str:
-    """The message inside tyro's error box: the lines between its title and its first rule."""
-    lines = [line.strip("│|╭╰╮╯ ") for line in re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()][1:]
-    rule = next((i for i, line in enumerate(lines) if set(line) <= set("─-")), len(lines))
-    return " ".join(line for line in lines[:rule] if line) or "wrong arguments"
+    """The message of tyro's error box: below the title (and its rule, on a plain terminal), above the next rule."""
+    blocks: list[list[str]] = [[]]
+    for line in re.sub(r"\x1b\[[\d;]*m", "", box).splitlines():
+        text = line.strip("│|╭╰╮╯ ")
+        if text and set(text) <= set("─-"):
+            blocks.append([])
+        elif text:
+            blocks[-1].append(text)
+    return " ".join(blocks[0][1:] or [line for block in blocks[1:2] for line in block]) or "wrong arguments"
 
 
 def _single_line(error: BaseException) -> str:

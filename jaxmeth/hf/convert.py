@@ -107,7 +107,8 @@ def settle(cfg, weights: Weights):
     if head not in weights.tensors or embed not in weights.tensors or _equal(weights, embed, head):
         return cfg
     warnings.warn(
-        f"tie_word_embeddings: found true, but {show(head)} differs from {show(embed)}; the stored head is used",
+        f"{_where(weights)}: tie_word_embeddings: found true, but {show(head)} differs from {show(embed)}; "
+        "the stored head is used",
         stacklevel=2,
     )
     return dataclasses.replace(cfg, tie_embeddings=False)
@@ -145,14 +146,23 @@ def check(cfg, weights: Weights, *, strict: bool = True) -> list[_Job]:
     unexpected = f"unexpected tensors ({len(extra)}): {', '.join(map(show, extra))}"
     if extra and strict:
         problems.append(unexpected)
+    where = _where(weights)
     if problems:
-        raise WeightsError("; ".join(problems))
+        raise WeightsError(f"{where}: {'; '.join(problems)}")
     for job in plan:
         for name in job.names:
             _check_shape(cfg, job, name, weights.tensors[name])
     if extra:
-        warnings.warn(unexpected, stacklevel=3)
+        warnings.warn(f"{where}: {unexpected}", stacklevel=3)
     return plan
+
+
+def _where(weights: Weights) -> str:
+    """The file of the weights, or the folder of its shards."""
+    files = {info.file for info in weights.tensors.values()}
+    if len(files) == 1:
+        return str(files.pop())
+    return str(files.pop().parent) if files else "weights"
 
 
 def _check_shape(cfg, job: _Job, name: str, info: TensorInfo) -> None:
@@ -198,7 +208,10 @@ def params_from_hf(
         for path, array in zip(job.entry.paths, _fill(cfg, job, weights, dtype, strict_finite, bad), strict=True):
             leaves[path] = jax.device_put(array)
     if bad:
-        warnings.warn(f"NaN or infinite numbers in tensors ({len(bad)}): {', '.join(map(show, bad))}", stacklevel=2)
+        where = _where(weights)
+        warnings.warn(
+            f"{where}: NaN or infinite numbers in tensors ({len(bad)}): {', '.join(map(show, bad))}", stacklevel=2
+        )
     return unflatten(leaves)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmeth.hf import convert
 from jaxmeth.hf.config import config_from_hf
-from jaxmeth.hf.files import TensorInfo, Weights
+from jaxmeth.hf.files import TensorInfo, Weights, show
 from jaxmeth.models.decoder import DecoderConfig
 from jaxmeth.types import ConfigError, WeightsError
 
@@ -67,7 +67,7 @@ def config_from_gguf(metadata: dict[str, Any], tensors: dict[str, TensorInfo], s
     arch = metadata.get("general.architecture")
     if arch not in ARCHITECTURES:
         raise ConfigError(
-            f"{source}: general.architecture: found {arch!r}, expected one of {', '.join(ARCHITECTURES)}; convert "
+            f"{source}: general.architecture: found {show(arch)}, expected one of {', '.join(ARCHITECTURES)}; convert "
             "another one from its Hugging Face folder"
         )
     get = _Keys(metadata, arch, source)
@@ -99,11 +99,11 @@ def config_from_gguf(metadata: dict[str, Any], tensors: dict[str, TensorInfo], s
     else:
         data["rms_norm_eps"] = get.decimal("attention.layer_norm_rms_epsilon")
         data["rope_theta"] = get.decimal("rope.freq_base", 10000.0)
-        data["num_key_value_heads"] = get("attention.head_count_kv", get("attention.head_count"))
+        data["num_key_value_heads"] = get.count("attention.head_count_kv", get.count("attention.head_count"))
         data |= _heads(get)
         data |= {"sliding_window": get("attention.sliding_window", None), "use_sliding_window": False}
         data |= _scaling(get)
-    data |= {theirs: get(ours) for theirs, ours in names.items()}
+    data |= {theirs: get.count(ours) for theirs, ours in names.items()}
     if "blk.0.attn_q.bias" in tensors and arch == "llama":
         data["attention_bias"] = True
     return config_from_hf(data, source)
@@ -125,7 +125,14 @@ class _Keys:
 
     def refuse(self, name: str, harmless: Any) -> None:
         if self(name, harmless) != harmless:
-            raise ConfigError(f"{self.source}: {self.arch}.{name}: found {self(name)!r}, expected {harmless!r}")
+            raise ConfigError(f"{self.source}: {self.arch}.{name}: found {show(self(name))}, expected {harmless!r}")
+
+    def count(self, name: str, *default: int) -> int:
+        """A whole number of at least 1 (some architectures have one a layer)."""
+        value = self(name, *default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{self.source}: {self.arch}.{name}: found {show(value)}, expected a whole number")
+        return value
 
     def decimal(self, name: str, *default: Any) -> Any:
         """The shortest decimal that gives the stored float32: 1e-05, not 9.999999747378752e-06."""
@@ -140,12 +147,10 @@ def _vocabulary(tensors: dict[str, TensorInfo], source: str) -> int:
 
 
 def _heads(get: _Keys) -> dict[str, Any]:
-    size, heads = get("embedding_length"), get("attention.head_count")
-    if not isinstance(size, int) or not isinstance(heads, int) or heads < 1:
-        raise ConfigError(f"{get.source}: {get.arch}.attention.head_count: found {heads!r}, expected one whole number")
-    head_dim = get("attention.key_length", size // heads)
+    size, heads = get.count("embedding_length"), get.count("attention.head_count")
+    head_dim = get.count("attention.key_length", max(1, size // heads))
     get.refuse("attention.value_length", head_dim)
-    rotary = get("rope.dimension_count", head_dim)
+    rotary = get.count("rope.dimension_count", head_dim)
     return {"head_dim": head_dim} | ({"partial_rotary_factor": rotary / head_dim} if rotary != head_dim else {})
 
 
