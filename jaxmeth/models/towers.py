@@ -4,7 +4,7 @@ Letters: B batch, T tokens, S patches, C hidden, E projection. ``encoder.py`` ha
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -230,7 +230,7 @@ class TextTower(nnx.Module):
             pooled = jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]
         else:
             pooled = x[:, -1]
-        # A norm of single vectors: only the pooled one is ever needed.
+        # The norm acts on each vector alone, so only the pooled one needs it.
         return jnp.where(jnp.any(mask, axis=1)[:, None], self.projection(self.norm(pooled)), 0)
 
 
@@ -344,7 +344,7 @@ def _run(
 
     def body(x, this):
         layer, block = this
-        return nnx.merge(graph, block)(x, ctx.replace(layer=layer)), None
+        return nnx.merge(graph, block)(x, replace(ctx, layer=layer)), None
 
     return jax.lax.scan(body, x, (jnp.arange(cfg.num_layers, dtype=jnp.int32), nnx.to_pure_dict(params)))[0]
 
