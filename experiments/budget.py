@@ -1,20 +1,15 @@
 """Reasoning budgets with controlled risk."""
 
-from functools import partial
 
-import jax
-import jax.numpy as jnp
-
-from jaxmeth.risk import budget
-
-
-@partial(jax.jit, static_argnames=("n", "steps"))
 def simulate(key, n, steps=24, solvable_share=0.6):
     """Made trajectories with a known law: signal, correct [n, T], length [n], cumulative tokens [n, T].
 
     Solvable ones are correct from a uniform step on, others never; every step is flipped with probability 0.08. The
     signal is a noisy sigmoid around that step, flatter for the unsolvable.
     """
+    import jax
+    import jax.numpy as jnp
+
     keys = jax.random.split(key, 6)
     t = jnp.arange(steps)[None]
     length = jax.random.randint(keys[0], (n,), steps // 3, steps + 1)
@@ -29,6 +24,8 @@ def simulate(key, n, steps=24, solvable_share=0.6):
 
 def upper_table(signal, correct, length, grid, count_exhausted=False):
     """Losses and costs [n, m] of every upper threshold."""
+    from jaxmeth.risk import budget
+
     exits = budget.upper_exit(signal, length, grid)
     fired = budget.upper_fired(signal, exits, length, grid)
     losses = budget.upper_losses(exits, correct, length, fired, count_exhausted)

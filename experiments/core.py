@@ -37,8 +37,8 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from experiments.jsonio import config_error
 from experiments.rundir import RunDir
+from jaxmeth.errors import ConfigError
 
 __all__ = [
     "About",
@@ -55,14 +55,6 @@ __all__ = [
 
 T = TypeVar("T")
 Rows = list[dict[str, Any]]
-
-
-def __getattr__(name: str):
-    if name == "ConfigError":  # its module brings JAX, whose import takes seconds, so only an error pays for it
-        from jaxmeth.types import ConfigError
-
-        return ConfigError
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def main(name: str | None = None, argv: list[str] | None = None) -> None:
@@ -109,7 +101,7 @@ class Config:
                 expected = f"at least {low:g}" if high is None else f"at most {high:g}"
                 if low is not None and high is not None:
                     expected = f"{low:g} to {high:g}"
-                raise config_error(f"{name}: found {value}, expected {expected}")
+                raise ConfigError(f"{name}: found {value}, expected {expected}")
 
 
 class Estimate(NamedTuple):
@@ -205,9 +197,9 @@ def bootstrap_interval(
     n = len(data[0]) if data and data[0].ndim else 0
     if n == 0 or resamples < 1 or not 0 < level < 1:
         found = f"n={n}, resamples={resamples}, level={level}"
-        raise config_error(f"bootstrap: found {found}, expected n and resamples of at least 1, level in (0, 1)")
+        raise ConfigError(f"bootstrap: found {found}, expected n and resamples of at least 1, level in (0, 1)")
     if any(len(a) != n for a in data):
-        raise config_error(f"bootstrap: arrays of lengths {[len(a) for a in data]}, expected equal")
+        raise ConfigError(f"bootstrap: arrays of lengths {[len(a) for a in data]}, expected equal")
     rng = np.random.default_rng(seed)
     draws = []
     for start in range(0, resamples, 100):
@@ -249,7 +241,7 @@ def data_file(method_folder: str, file: str, data: str | os.PathLike | None = No
     path = root / method_folder / file
     if not path.is_file():
         source = "--data" if data else "JAXMETH_DATA"
-        raise config_error(f"{source}: found no file {method_folder}/{file} in {root}, expected one there")
+        raise ConfigError(f"{source}: found no file {method_folder}/{file} in {root}, expected one there")
     return path
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from experiments import show
 from experiments.core import About
+from jaxmeth.errors import JaxmethError
 
 
 class Stop(Exception):
@@ -37,9 +38,8 @@ def fail(code: int, message: str, usage: str = "") -> int:
 
 def explain(error: Exception, about: About | None = None, config: Any = None) -> tuple[int, str]:
     """Exit code and line of a foreseeable failure; an empty line for a bug, which keeps its traceback."""
-    library = sys.modules.get("jaxmeth.types")
     text = str(error)
-    if library and isinstance(error, library.JaxmethError):
+    if isinstance(error, JaxmethError):
         return 2, text
     exhausted = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and re.search(
         r"RESOURCE_EXHAUSTED|bad_alloc|[Oo]ut of memory|[Cc]annot allocate|YNNPACK operation failed", text

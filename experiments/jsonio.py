@@ -14,14 +14,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from jaxmeth.errors import ConfigError
+
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
-
-def config_error(message: str) -> Exception:
-    """A ConfigError; its module brings JAX, whose import takes seconds, so only an error pays for it."""
-    from jaxmeth.types import ConfigError
-
-    return ConfigError(message)
 
 
 class Mismatch(ValueError):
@@ -93,11 +88,11 @@ def decode_config(config: type, values: Mapping[str, Any], base: Any = None, whe
     names = [f.name for f in fields(config) if f.init]
     unknown = sorted(set(values) - set(names))
     if unknown:
-        raise config_error(f"{where}{unknown[0]}: found an unknown field, expected one of {', '.join(names)}")
+        raise ConfigError(f"{where}{unknown[0]}: found an unknown field, expected one of {', '.join(names)}")
     try:
         given = {k: decode(hints[k], v, f"{where}{k}") for k, v in values.items()}
     except Mismatch as error:
-        raise config_error(str(error)) from None
+        raise ConfigError(str(error)) from None
     return config(**({} if base is None else {n: getattr(base, n) for n in names}) | given)
 
 
@@ -134,9 +129,9 @@ def read_json(path: Path) -> dict:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise config_error(f"{path}: cannot be read ({error.strerror}), expected a JSON file") from None
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}), expected a JSON file") from None
     except ValueError as error:
-        raise config_error(f"{path}: found no JSON ({error}), expected an object") from None
+        raise ConfigError(f"{path}: found no JSON ({error}), expected an object") from None
     if not isinstance(value, dict):
-        raise config_error(f"{path}: found a JSON {type(value).__name__}, expected an object")
+        raise ConfigError(f"{path}: found a JSON {type(value).__name__}, expected an object")
     return value

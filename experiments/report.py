@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 from experiments import show
 from experiments.curves import read_metrics, svg_curves
-from experiments.jsonio import config_error, write_atomically
+from experiments.jsonio import write_atomically
 from experiments.page import SCRIPT, STYLE
+from jaxmeth.errors import ConfigError
 
 _SIZE = ("smoke", "laptop", "paper")
 
@@ -35,10 +36,10 @@ def build(out: Path) -> Path:
     Raises: ConfigError when ``out`` is not a folder or holds no run.
     """
     if not out.is_dir():
-        raise config_error(f"--out {out}: found no folder, expected the results of earlier runs")
+        raise ConfigError(f"--out {out}: found no folder, expected the results of earlier runs")
     runs = read_runs(out)
     if not runs:
-        raise config_error(f"--out {out}: found no runs, expected results of `python -m experiments run NAME`")
+        raise ConfigError(f"--out {out}: found no runs, expected results of `python -m experiments run NAME`")
     page = out / "report.html"
     write_atomically(page, lambda file: file.write(render(runs, out).encode()))
     return page

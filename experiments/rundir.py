@@ -28,7 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.jsonio import config_error, config_hash, encode, read_json, write_atomically, write_json
+from experiments.jsonio import config_hash, encode, read_json, write_atomically, write_json
+from jaxmeth.errors import CheckpointError, ConfigError
 
 try:
     import fcntl
@@ -58,7 +59,7 @@ def acquire_lock(path: Path) -> int:
             os.close(handle)
             hint = "wait for it, or give this run another --name"
             hint = hint if held else f"delete {path} if that process is gone"
-            raise config_error(f"{path.parent}: in use by {text or 'another process'}, expected a free folder; {hint}")
+            raise ConfigError(f"{path.parent}: in use by {text or 'another process'}, expected a free folder; {hint}")
         with contextlib.suppress(FileNotFoundError):
             if os.stat(path).st_ino == os.fstat(handle).st_ino:  # else the holder removed it between open and lock
                 os.ftruncate(handle, 0)
@@ -158,8 +159,6 @@ class RunDir:
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
                 return {name: stored[name] for name in stored.files}
         except (zipfile.BadZipFile, ValueError, TypeError, EOFError, OSError) as error:
-            from jaxmeth.types import CheckpointError
-
             raise CheckpointError(f"{path}: damaged chunk ({error}); delete it to compute it again") from None
 
     def cached(self, key: str, compute: Callable[[], Mapping[str, Any]]) -> dict[str, np.ndarray]:
@@ -222,7 +221,7 @@ def make_folder(path: Path, out: Path) -> None:
         with tempfile.NamedTemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise config_error(f"--out {out}: cannot write {path} ({error.strerror}), expected a writable folder") from None
+        raise ConfigError(f"--out {out}: cannot write {path} ({error.strerror}), expected a writable folder") from None
 
 
 def open_run(
@@ -246,7 +245,7 @@ def open_run(
         if record.exists():
             stored = read_json(record)
             if stored.get("hash") != digest:
-                raise config_error(f"{path}: {_difference(stored, experiment, config, data)}; give another --name")
+                raise ConfigError(f"{path}: {_difference(stored, experiment, config, data)}; give another --name")
             if fresh:
                 for pattern in ("result.json", "metrics.csv", "chunks/*.npz", "figures/*.png"):
                     for file in path.glob(pattern):
@@ -254,7 +253,7 @@ def open_run(
             folder.continued = folder.chunks() > 0 or (path / "metrics.csv").exists()
             folder.finished = (path / "result.json").exists()
         elif {p.name for p in path.iterdir()} - {"lock"}:
-            raise config_error(f"{path}: found files but no config.json, expected a run folder or an empty one")
+            raise ConfigError(f"{path}: found files but no config.json, expected a run folder or an empty one")
         else:
             write_json(record, config_record(experiment, config, preset, data))
     except BaseException:

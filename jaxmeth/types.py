@@ -13,27 +13,16 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from jaxmeth.errors import CheckpointError as CheckpointError
+from jaxmeth.errors import ConfigError as ConfigError
+from jaxmeth.errors import JaxmethError as JaxmethError
+from jaxmeth.errors import WeightsError as WeightsError
+
 Params = dict[str, Any]
 """A nested dict of arrays, or of weight leaves that ``models.layers.linear`` understands (see ``LinearWeight``)."""
 
 State = Any
 """A PyTree of a method's own; at the attention seam its leaves carry a leading layer axis outside the layer scan."""
-
-
-class JaxmethError(ValueError):
-    """Base of the library's errors; the message names the file, tensor or field, what was found, what was expected."""
-
-
-class ConfigError(JaxmethError):
-    """A configuration field or an argument has a value that cannot be used."""
-
-
-class WeightsError(JaxmethError):
-    """A weight file is malformed, incomplete, untrusted, or does not fit its configuration."""
-
-
-class CheckpointError(JaxmethError):
-    """A training checkpoint is damaged or belongs to another configuration."""
 
 
 @runtime_checkable

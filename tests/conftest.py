@@ -11,7 +11,7 @@ import jax
 import jaxtyping
 import pytest
 
-jaxtyping.install_import_hook("jaxmeth", "beartype.beartype")
+jaxtyping.install_import_hook("jaxmeth", "shapes.check")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)

@@ -132,9 +132,8 @@ def _table(rows: list[tuple[str, int, str, tuple[int, ...], str]]) -> Any:
     from rich.table import Table
 
     table = Table()
-    for heading, justify in (("Hugging Face tensor", "left"), ("layers", "right"), ("jaxmeth leaf", "left"),
-                             ("shape", "right"), ("type", "left")):  # fmt: skip
-        table.add_column(heading, justify=justify, overflow="fold")
+    for heading in ("Hugging Face tensor", "layers", "jaxmeth leaf", "shape", "type"):
+        table.add_column(heading, justify="right" if heading in ("layers", "shape") else "left", overflow="fold")
     for name, count, paths, shape, dtype in rows:
         layers = str(count) if "{i}" in name else ""
         table.add_row(name, layers, paths.replace(" ", "\n"), " x ".join(map(str, shape)) or "scalar", dtype)

@@ -30,7 +30,7 @@ def activation_name(ours: str, prefer: str | None = None) -> str:
     return "gelu_pytorch_tanh" if ours == "gelu_tanh" else ours
 
 
-def _sizes(fields: Fields, defaults: dict[str, int]) -> dict[str, int]:
+def _sizes(fields: Fields, defaults: dict[str, Any]) -> dict[str, Any]:
     names = (
         ("hidden_size", "hidden_size"),
         ("num_layers", "num_hidden_layers"),

@@ -7,6 +7,7 @@ exists.
 
 import dataclasses
 import math
+import mmap
 import os
 import re
 import warnings
@@ -228,7 +229,17 @@ def _fill(cfg, job: _Job, weights: Weights, dtype: Any, strict_finite: bool, bad
         rows = [leaf[i] for leaf in leaves] if job.stacked() else leaves
         for theirs, ours in job.entry.layout.pairs(tensor, rows, cfg):
             _copy(ours, theirs)
+    _let_go(tensor)
     return leaves
+
+
+def _let_go(tensor: np.ndarray) -> None:
+    """Let the system drop the pages of a mapped file that were read so far; they would count as a second copy."""
+    base: Any = tensor
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        base.madvise(mmap.MADV_DONTNEED)
 
 
 def _aligned(shape: Shape, dtype: np.dtype) -> np.ndarray:

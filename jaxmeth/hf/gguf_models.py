@@ -106,7 +106,9 @@ def config_from_gguf(metadata: dict[str, Any], tensors: dict[str, TensorInfo], s
     data |= {theirs: get.count(ours) for theirs, ours in names.items()}
     if "blk.0.attn_q.bias" in tensors and arch == "llama":
         data["attention_bias"] = True
-    return config_from_hf(data, source)
+    cfg = config_from_hf(data, source)
+    assert isinstance(cfg, DecoderConfig)  # as all of ARCHITECTURES
+    return cfg
 
 
 class _Keys:

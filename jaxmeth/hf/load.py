@@ -21,6 +21,7 @@ from jaxmeth.hf.files import Weights, open_folder, read_json, refuse_pickle, sho
 from jaxmeth.hf.gguf import open_gguf
 from jaxmeth.hf.save import save
 from jaxmeth.hf.tokenizer import load_tokenizer, tokenizer_from_gguf
+from jaxmeth.models.decoder import DecoderConfig
 from jaxmeth.types import ConfigError, JaxmethError, Params, WeightsError
 
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
@@ -104,7 +105,7 @@ def _open_folder(folder: Path) -> _Opened:
     weights = open_folder(folder)
     cfg = config_from_hf(read_json(config), str(config))
     generation = folder / "generation_config.json"
-    if hasattr(cfg, "eos_token_ids") and generation.exists():
+    if isinstance(cfg, DecoderConfig) and generation.exists():
         # Chat models list their end-of-turn token only here.
         ids = end_tokens(Fields(read_json(generation), str(generation)), None)
         cfg = dataclasses.replace(cfg, eos_token_ids=ids or cfg.eos_token_ids)

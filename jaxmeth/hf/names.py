@@ -7,7 +7,7 @@ such a tensor holds row i of stacked leaves.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,8 @@ Pairs = list[tuple[np.ndarray, np.ndarray]]
 class Layout:
     """``shape(leaf shapes, cfg)`` is the Hugging Face shape; ``pairs(tensor, leaves, cfg)`` matches the numbers up."""
 
-    shape: Callable[[Sequence[Shape], object], Shape]
-    pairs: Callable[[np.ndarray, Sequence[np.ndarray], object], Pairs]
+    shape: Callable[[Sequence[Shape], Any], Shape]
+    pairs: Callable[[np.ndarray, Sequence[np.ndarray], Any], Pairs]
 
 
 def _row_pairs(w: np.ndarray, leaves: Sequence[np.ndarray], cfg) -> Pairs:

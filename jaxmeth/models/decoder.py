@@ -227,7 +227,7 @@ class Decoder(nnx.Module):
             self.positions = nnx.Embed(
                 cfg.max_positions, cfg.hidden_size, embedding_init=jax.nn.initializers.normal(0.02), rngs=rngs
             )
-        self.layers = nnx.vmap(lambda r: Block(cfg, r), in_axes=0, out_axes=0)(rngs.fork(split=cfg.num_layers))
+        self.layers = nnx.vmap(lambda r: Block(cfg, r), in_axes=0, out_axes=0)(rngs.split(cfg.num_layers))
         self.norm = _norm(cfg, cfg.hidden_size, rngs)
         if not cfg.tie_embeddings:
             self.head = Linear(cfg.hidden_size, cfg.vocab_size, bias=cfg.head_bias, rngs=rngs)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmeth.attention.dense import dense
 from jaxmeth.models.decoder import DecoderConfig, build, check_tokens, init_cache
+from jaxmeth.models.layers import compute_dtype
 from jaxmeth.types import Attend, Cache, ConfigError, Generation, Observe, Params, State, StepInfo
 
 
@@ -113,8 +114,7 @@ def _generate(
         hidden, cache, state = model.trunk(loop.token[:, None], None, None, loop.cache, attend, loop.state)
         return record(loop._replace(cache=cache, state=state), model.logits(hidden)[:, 0])
 
-    dtype = jax.eval_shape(lambda: model.norm(jnp.zeros((1, 1, cfg.hidden_size)))).dtype
-    cache = init_cache(cfg, batch, length + max_new_tokens, dtype if dtype == jnp.float64 else None)
+    cache = init_cache(cfg, batch, length + max_new_tokens, compute_dtype(params["norm"]["scale"].dtype))
     hidden, cache, state = model.trunk(tokens, mask, None, cache, attend, state)
     loop = _Loop(
         step=jnp.zeros((), jnp.int32),
@@ -152,9 +152,9 @@ def generate(
 ) -> Generation:
     """Continue each row by up to ``max_new_tokens`` tokens; compiled once a shape, one loop on the device.
 
-    Token i is ``argmax`` at temperature 0, else a draw from ``softmax(logits / temperature)`` truncated by ``top_k`` and
-    ``top_p``, with key ``fold_in(key, i)``: the same key gives the same tokens. Rows end at a stop token (which counts),
-    when ``observe`` says so, or at the limit.
+    Token i is ``argmax`` at temperature 0, else a draw from ``softmax(logits / temperature)`` truncated by ``top_k``
+    and ``top_p``, with key ``fold_in(key, i)``: the same key gives the same tokens. Rows end at a stop token (which
+    counts), when ``observe`` says so, or at the limit.
 
     Args:
       params: parameters of ``cfg``.

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxmeth.types import ConfigError
@@ -23,7 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def compute_dtype(stored: jnp.dtype) -> jnp.dtype:
+def compute_dtype(stored: DTypeLike) -> jnp.dtype:
     """The dtype to compute in: float32 on CPU, where XLA is many times slower below it; elsewhere the stored one."""
     if jnp.finfo(stored).bits < 32 and jax.default_backend() == "cpu":
         return jnp.dtype(jnp.float32)
@@ -154,7 +155,7 @@ def rope_frequencies(rope: RopeConfig, dim: int) -> tuple[np.ndarray, float]:
 
 
 def rope_tables(
-    ropes: tuple[RopeConfig, ...], dim: int, positions: Int[Array, "B T"], dtype: jnp.dtype
+    ropes: tuple[RopeConfig, ...], dim: int, positions: Int[Array, "B T"], dtype: DTypeLike
 ) -> tuple[Float[Array, "R B T d"], Float[Array, "R B T d"]]:
     """Cosines and sines of each kind of rotation, d = dim / 2, computed once for all layers."""
     pairs = [rope_frequencies(rope, dim) for rope in ropes]

@@ -127,8 +127,12 @@ def ramp(c: Array, shift: Array, tokens: Array, budget: ArrayLike) -> Array:
     return jax.nn.sigmoid(c * (tokens - shift * budget))
 
 
+def gap(lo: Array, hi: Array) -> Array:
+    return jnp.where(hi == lo, 0.0, hi - lo)  # lo = hi = -inf switches the schedule off, without a NaN
+
+
 def level(lo: Array, hi: Array, ramp: Array) -> Array:
-    return lo + jnp.where(hi == lo, 0.0, hi - lo) * ramp  # lo = hi = -inf switches the schedule off
+    return lo + gap(lo, hi) * ramp
 
 
 def lower_schedule(

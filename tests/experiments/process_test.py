@@ -1,6 +1,7 @@
 """What only a process of its own shows: exit codes, signals, memory limits, start time."""
 
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -22,16 +23,15 @@ def finish(process, timeout=120):
 
 @pytest.mark.parametrize("argv", [[], ["run", "toy", "--help"]])
 def test_list_and_help_take_less_than_three_seconds(environment, argv):
-    best = float("inf")
-    for _ in range(3):  # the best of three: other tests share the machine
-        clock = time.monotonic()
-        code, out, err = finish(start(environment, *argv))
-        best = min(best, time.monotonic() - clock)
-        assert (code, err) == (0, "")
-        assert "toy" in out
-        if best < 3:
-            break
-    assert best < 3
+    def processor_time():  # of finished children: what the command costs, whatever else the machine is doing
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    before = processor_time()
+    code, out, err = finish(start(environment, *argv))
+    assert (code, err) == (0, "")
+    assert "toy" in out
+    assert processor_time() - before < 3
 
 
 def test_a_module_runs_by_itself_and_wrong_flags_exit_2(environment, tmp_path):
