@@ -1,0 +1,233 @@
+"""How well a score ranks answers: prediction rejection, ROC-AUC, and bootstrap intervals of scores and differences.
+
+A metric is a function ``(u [n], q [n]) -> scalar`` of uncertainties and qualities (higher = better).
+"""
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Key, Num
+
+from jaxmeth.types import ConfigError
+
+Metric = Callable[[Array, Array], Array]
+_RANDOM = ("exact", "shuffled")
+_SHUFFLES = 1000
+# Resamples worked on at once: bounds the memory, whatever n and their number.
+_CHUNK = 128
+
+
+class Interval(NamedTuple):
+    """A statistic of all answers and the ends of its percentile bootstrap interval."""
+
+    value: Float[Array, ""]
+    low: Float[Array, ""]
+    high: Float[Array, ""]
+
+
+def _check_answers(**arrays: Array) -> None:
+    (first, reference), *others = arrays.items()
+    if not reference.size:
+        raise ConfigError(f"{first}: found 0 answers, expected at least 1")
+    for name, array in others:
+        if array.shape != reference.shape:
+            raise ConfigError(f"{name}: found shape {array.shape}, expected {reference.shape}, that of {first}")
+
+
+def _prefixes(n: int, max_rejection: float) -> int:
+    if not 0 < max_rejection <= 1:
+        raise ConfigError(f"max_rejection: found {max_rejection}, expected a share in (0, 1]")
+    return max(1, int(max_rejection * n))
+
+
+def _repeat(draw: Callable[[Array], Array], key: Array, times: int) -> Array:
+    """``draw`` of ``times`` independent keys, a bounded number of them at once."""
+    chunks = -(-times // _CHUNK)
+    keys = jax.random.split(key, (chunks, -(-times // chunks)))
+    return jax.lax.map(jax.vmap(draw), keys).reshape(-1)[:times]
+
+
+def _normalise(q: Array) -> tuple[Array, Array]:
+    """q on [0, 1] (one half where it is constant), and whether it is constant."""
+    q = q.astype(jnp.result_type(jnp.float32, q.dtype))
+    low, high = q.min(), q.max()
+    constant = low == high
+    return jnp.where(constant, 0.5, (q - low) / jnp.where(constant, 1, high - low)), constant
+
+
+def _area(q: Array, prefixes: int) -> Array:
+    n = q.shape[0]
+    return (jnp.cumsum(q)[n - prefixes :] / jnp.arange(n - prefixes + 1, n + 1, dtype=q.dtype)).mean()
+
+
+def rejection_area(
+    u: Float[Array, " n"], q: Num[Array, " n2"] | Bool[Array, " n2"], max_rejection: float = 0.5
+) -> Float[Array, ""]:
+    """Mean quality of the accepted answers while the most uncertain are rejected, up to a share of them.
+
+    ``(1/R) sum_{k=n-R+1..n} m_k`` with m_k the mean quality of the k least uncertain and ``R = max(1, int(share n))``;
+    q is first scaled to [0, 1] (constant: one half). Of equal u the first in the input is accepted first; NaN counts as
+    the most uncertain.
+
+    Raises:
+      ConfigError: no answers, unequal shapes, or max_rejection outside (0, 1].
+    """
+    _check_answers(u=u, q=q)
+    return _area(_normalise(q)[0][jnp.argsort(u, stable=True)], _prefixes(u.shape[0], max_rejection))
+
+
+def prediction_rejection_ratio(
+    u: Float[Array, " n"],
+    q: Num[Array, " n2"] | Bool[Array, " n2"],
+    max_rejection: float = 0.5,
+    random: str = "exact",
+    *,
+    key: Key[Array, ""] | None = None,
+) -> Float[Array, ""]:
+    """PRR: ``(area(u) - random) / (area(oracle) - random)`` with the area of :func:`rejection_area`.
+
+    1 for the order of the quality itself, 0 in expectation for a random one, negative for worse. Unchanged by strictly
+    increasing maps of u and by positive affine maps of q.
+
+    Args:
+      q: quality, higher = better, binary or continuous.
+      max_rejection: static; the paper reports 0.5.
+      random: ``exact``, the expectation over all orders, which is the mean of the scaled q; ``shuffled``, the mean of
+        1,000 shuffles as in the public code, which consumes ``key``.
+
+    Returns:
+      A scalar; where oracle and random agree (constant quality, or R = 1) the raw area, as in the public code.
+
+    Raises:
+      ConfigError: no answers, unequal shapes, max_rejection outside (0, 1], an unknown random, no key for ``shuffled``.
+
+    Reference: arXiv 2505.20045; A. Malinin et al., "Uncertainty estimation in autoregressive structured
+    prediction", arXiv 2002.07650; lm-polygraph.
+    """
+    _check_answers(u=u, q=q)
+    prefixes = _prefixes(u.shape[0], max_rejection)
+    if random not in _RANDOM:
+        raise ConfigError(f"random: found {random!r}, expected one of {', '.join(_RANDOM)}")
+    if random == "shuffled" and key is None:
+        raise ConfigError("key: found None, expected one with random 'shuffled'")
+    scaled, constant = _normalise(q)
+    if random == "shuffled":
+        chance = _repeat(lambda k: _area(jax.random.permutation(k, scaled), prefixes), key, _SHUFFLES).mean()
+    else:
+        chance = scaled.mean()
+    raw = _area(scaled[jnp.argsort(u, stable=True)], prefixes)
+    gain = _area(-jnp.sort(-scaled), prefixes) - chance
+    alike = constant | (prefixes == 1)
+    return jnp.where(alike, raw, (raw - chance) / jnp.where(alike, 1, gain))
+
+
+def auroc(score: Float[Array, " n"], positive: Num[Array, " n2"] | Bool[Array, " n2"]) -> Float[Array, ""]:
+    """ROC-AUC: the probability that a positive scores above a negative, ties counting one half.
+
+    To judge an uncertainty, positive = wrong: ``auroc(u, q < threshold)``. NaN counts as the largest score.
+
+    Args:
+      positive: bool, or a number that is not 0.
+
+    Returns:
+      A scalar; NaN where there is no positive or no negative.
+
+    Raises:
+      ConfigError: no answers or unequal shapes.
+    """
+    _check_answers(score=score, positive=positive)
+    dtype = jnp.result_type(jnp.float32, score.dtype)
+    positive = positive.astype(bool)
+    score = jnp.where(jnp.isnan(score), jnp.inf, score)
+    order = jnp.argsort(score)
+    ordered, hit = score[order], positive[order].astype(dtype)
+    # Ranks of a run of equals: the mean of its first and last, counted from 0.
+    index = jnp.arange(score.shape[0])
+    starts = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
+    ends = jnp.concatenate([starts[1:], jnp.ones(1, bool)])
+    first = jax.lax.cummax(jnp.where(starts, index, 0))
+    last = jax.lax.cummin(jnp.where(ends, index, score.shape[0]), reverse=True)
+    below = 0.5 * (first + last).astype(dtype)
+    positives = hit.sum()
+    negatives = score.shape[0] - positives
+    # Mean rank of the positives, less what they owe to each other: exact enough in float32 for any n.
+    mean_rank = (hit * below).sum() / jnp.maximum(positives, 1)
+    area = (mean_rank - 0.5 * (positives - 1)) / jnp.maximum(negatives, 1)
+    return jnp.where((positives > 0) & (negatives > 0), area, jnp.nan)
+
+
+@partial(jax.jit, static_argnames=("statistic", "resamples"))
+def _bootstrap(statistic, arrays, key, resamples, level):
+    n = arrays[0].shape[0]
+
+    def once(key):
+        index = jax.random.randint(key, (n,), 0, n)
+        return statistic(*[array[index] for array in arrays])
+
+    tail = (1 - level) / 2
+    low, high = jnp.nanquantile(_repeat(once, key, resamples), jnp.stack([tail, 1 - tail]))
+    return Interval(statistic(*arrays), low, high)
+
+
+def _check_bootstrap(resamples: int, level: float) -> None:
+    if resamples < 1:
+        raise ConfigError(f"resamples: found {resamples}, expected at least 1")
+    if not 0 < level < 1:
+        raise ConfigError(f"level: found {level}, expected a value in (0, 1)")
+
+
+def bootstrap(
+    metric: Metric,
+    u: Float[Array, " n"],
+    q: Num[Array, " n2"] | Bool[Array, " n2"],
+    *,
+    key: Key[Array, ""],
+    resamples: int = 2000,
+    level: float = 0.95,
+) -> Interval:
+    """Percentile bootstrap interval of ``metric(u, q)`` over answers drawn with replacement.
+
+    Args:
+      metric: static: give the same function object again (a module's function, not a fresh lambda) to compile once.
+      key: consumed.
+      level: coverage in (0, 1).
+
+    Returns:
+      ``Interval``; resamples for which the metric is NaN (ROC-AUC without a positive) are left out.
+
+    Raises:
+      ConfigError: no answers, unequal shapes, no resamples, or level outside (0, 1).
+
+    Reference: B. Efron and R. Tibshirani, "An introduction to the bootstrap" (1993), chapter 13.
+    """
+    _check_answers(u=u, q=q)
+    _check_bootstrap(resamples, level)
+    return _bootstrap(metric, (u, q), key, resamples, level)
+
+
+@lru_cache(maxsize=256)
+def _difference(metric: Metric) -> Callable[[Array, Array, Array], Array]:
+    return lambda u_a, u_b, q: metric(u_a, q) - metric(u_b, q)
+
+
+def paired_bootstrap(
+    metric: Metric,
+    u_a: Float[Array, " n"],
+    u_b: Float[Array, " n2"],
+    q: Num[Array, " n3"] | Bool[Array, " n3"],
+    *,
+    key: Key[Array, ""],
+    resamples: int = 2000,
+    level: float = 0.95,
+) -> Interval:
+    """Bootstrap interval of ``metric(u_a, q) - metric(u_b, q)``, both on the same resampled answers.
+
+    An interval that holds 0 leaves the order of the two scores undecided. Arguments, degenerate input and errors as in
+    :func:`bootstrap`.
+    """
+    _check_answers(u_a=u_a, u_b=u_b, q=q)
+    _check_bootstrap(resamples, level)
+    return _bootstrap(_difference(metric), (u_a, u_b, q), key, resamples, level)

@@ -1,0 +1,305 @@
+"""Slices of attention: read from full maps, and emitted by a wrapped attend without any map."""
+
+from functools import partial
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmeth import uncertainty
+from jaxmeth.types import AttendContext, ConfigError, StepInfo
+from jaxmeth.uncertainty import RAUQConfig
+
+
+def weights(q, k, ctx):
+    """The full softmax [B,H,T,S], the obvious way."""
+    k = jnp.repeat(k, q.shape[1] // k.shape[1], axis=1)
+    logits = jnp.einsum("bhtd,bhsd->bhts", q, k).astype(jnp.float32) * ctx.scale
+    if ctx.softcap is not None:
+        logits = ctx.softcap * jnp.tanh(logits / ctx.softcap)
+    mask = ctx.mask()
+    return jnp.where(mask, jnp.exp(jnp.where(mask, logits, -1e30) - logits.max(-1, keepdims=True)), 0)
+
+
+def normalised(q, k, ctx):
+    raw = weights(q, k, ctx)
+    total = raw.sum(-1, keepdims=True)
+    return raw / jnp.where(total > 0, total, 1)
+
+
+def dense(q, k, v, ctx, state):
+    v = jnp.repeat(v, q.shape[1] // v.shape[1], axis=1)
+    return jnp.einsum("bhts,bhsd->bhtd", normalised(q, k, ctx), v), state
+
+
+def cheap(q, k, v, ctx, state):
+    """An attend that makes no T x S array, so that what remains is the tap's."""
+    return q * v.mean((1, 2), keepdims=True), state
+
+
+def context(T, S, start, *, B=2, window=None, softcap=None, causal=True, pad=(0, 3), scale=0.3):
+    """T queries at slots start.., S slots of which start + T are written, the first ``pad`` of a row left padding."""
+    slots = jnp.arange(S)
+    valid = (slots[None] >= jnp.asarray(pad)[:B, None]) & (slots[None] < start + T)
+    pos = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
+    return AttendContext(
+        q_pos=jax.lax.dynamic_slice_in_dim(pos, start, T, axis=1),
+        kv_pos=pos,
+        q_slot=start + jnp.arange(T),
+        kv_valid=valid,
+        layer=jnp.asarray(0),
+        window=jnp.asarray(S if window is None else window),
+        scale=scale,
+        softcap=softcap,
+        causal=causal,
+    )
+
+
+def tensors(seed, T, S, *, B=2, H=4, Hkv=2, D=8, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shapes = (B, H, T, D), (B, Hkv, S, D), (B, Hkv, S, D)
+    return [2 * jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+# --- full maps -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def g(golden):
+    with np.load(golden / "12-rauq" / "synthetic.npz") as stored:
+        return dict(stored)
+
+
+@pytest.fixture
+def lengths(g):
+    return jnp.asarray(g["prompt_len"], jnp.int32), jnp.asarray(g["gen_len"], jnp.int32)
+
+
+def test_the_main_diagonal_of_the_generating_query(g, lengths):
+    found = uncertainty.previous_token_attention(jnp.asarray(g["attn"]), *lengths, 12)
+    np.testing.assert_allclose(found, g["prev_attn"], atol=1e-7)
+
+
+def test_the_subdiagonal_of_the_next_query(g, lengths):
+    prompt_len, gen_len = lengths[0] - 1, lengths[1]
+    found = uncertainty.previous_token_attention(jnp.asarray(g["attn"]), prompt_len, gen_len, 12, "next_query")
+    for b in range(5):
+        for i in range(1, 12):
+            q = int(prompt_len[b]) + i
+            expected = g["attn"][b, :, :, q, q - 1] if i < int(gen_len[b]) else 0
+            np.testing.assert_array_equal(found[b, :, :, i - 1], expected)
+
+
+def test_past_the_end_is_zero_even_where_the_map_holds_nan(g, lengths):
+    attn = jnp.asarray(g["attn"])
+    end = (lengths[0] + lengths[1] - 1)[:, None, None, None, None]
+    dirty = jnp.where(jnp.arange(16)[None, None, None, :, None] < end, attn, jnp.nan)
+    found = uncertainty.previous_token_attention(dirty, *lengths, 12)
+    np.testing.assert_allclose(found, g["prev_attn"], atol=1e-7)
+    grad = jax.grad(lambda attn: uncertainty.previous_token_attention(attn, *lengths, 12).sum())(dirty)
+    assert set(np.unique(grad)) == {0.0, 1.0}
+
+
+def test_maps_that_are_too_short(g, lengths):
+    attn = jnp.asarray(g["attn"])
+    uncertainty.previous_token_attention(attn[..., :15, :15], *lengths, 12)
+    with pytest.raises(ConfigError, match="attn: found T = 14, expected at least 15"):
+        uncertainty.previous_token_attention(attn[..., :14, :14], *lengths, 12)
+    with pytest.raises(ConfigError, match="attn: found T = 15, expected at least 16"):
+        uncertainty.previous_token_attention(attn[..., :15, :15], *lengths, 12, "next_query")
+    under_jit = jax.jit(partial(uncertainty.previous_token_attention, max_gen=12))(attn[..., :14, :14], *lengths)
+    assert np.isnan(under_jit).any()
+    with pytest.raises(ConfigError, match="reading: found 'diagonal'"):
+        uncertainty.previous_token_attention(attn, *lengths, 12, "diagonal")
+    with pytest.raises(ConfigError, match="gen_len: found 12, expected values in"):
+        uncertainty.previous_token_attention(attn, *lengths, 11)
+    assert uncertainty.previous_token_attention(attn, lengths[0], lengths[1] * 0, 0).shape == (5, 6, 4, 0)
+
+
+# --- token signals ---------------------------------------------------------------------------------------------------
+
+
+def test_token_signals():
+    logits = 3 * jax.random.normal(jax.random.key(0), (2, 5, 17))
+    tokens = jnp.asarray([[0, 3, 16, 2, 9], [4, 4, 1, -1, -1]])
+    logp, entropy = uncertainty.token_signals(logits, tokens)
+    p = np.asarray(jax.nn.softmax(logits), np.float64)
+    expected = np.log(np.take_along_axis(p, np.asarray(tokens)[..., None], -1)[..., 0])
+    np.testing.assert_allclose(logp, np.where(np.asarray(tokens) < 0, 0, expected), rtol=1e-5)
+    np.testing.assert_allclose(entropy, -(p * np.log(p)).sum(-1), rtol=1e-5)
+
+
+def test_token_signals_of_masked_logits_and_low_precision():
+    logits = jnp.asarray([[[0.0, -jnp.inf, 0.0, -jnp.inf]]])
+    tokens = jnp.asarray([[2]])
+    logp, entropy = uncertainty.token_signals(logits, tokens)
+    np.testing.assert_allclose([logp[0, 0], entropy[0, 0]], [-np.log(2), np.log(2)], rtol=1e-6)
+    grads = jax.grad(lambda x: sum(s.sum() for s in uncertainty.token_signals(x, tokens)))(logits)
+    assert jnp.isfinite(grads).all()
+    low = uncertainty.token_signals(jnp.ones((1, 1, 4), jnp.bfloat16), tokens)
+    assert all(x.dtype == jnp.float32 for x in low)
+    huge = uncertainty.token_signals(jnp.asarray([[[1e30, -1e30, 0.0, 0.0]]]), tokens)
+    assert np.isfinite(huge).all()
+
+
+def test_a_token_outside_the_vocabulary():
+    logits = jnp.zeros((1, 1, 4))
+    with pytest.raises(ConfigError, match="tokens: found 4, expected below the vocabulary of 4"):
+        uncertainty.token_signals(logits, jnp.asarray([[4]]))
+    logp, _ = jax.jit(uncertainty.token_signals)(logits, jnp.asarray([[4]]))
+    assert np.isnan(logp).all()
+
+
+# --- taps ------------------------------------------------------------------------------------------------------------
+
+CASES = {
+    "decode": (1, 12, 7, {}),
+    "prefill": (6, 6, 0, {"pad": (0, 2)}),
+    "chunk": (3, 12, 5, {}),
+    "window": (1, 12, 9, {"window": 4}),
+    "softcap": (1, 12, 7, {"softcap": 2.0}),
+    "window and softcap": (4, 16, 8, {"window": 3, "softcap": 5.0}),
+    "two-sided": (6, 6, 0, {"causal": False, "window": 3, "pad": (0, 1)}),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "H", "Hkv"), [(case, 4, 2) for case in CASES] + [("decode", 4, 4), ("window and softcap", 6, 1)]
+)
+def test_the_tap_reads_what_dense_attention_computes(case, H, Hkv):
+    T, S, start, options = CASES[case]
+    ctx = context(T, S, start, **options)
+    q, k, v = tensors(1, T, S, H=H, Hkv=Hkv)
+
+    @jax.jit
+    def tapped(q, k, v, ctx):
+        out, (inner, seen) = uncertainty.rauq_tap(dense)(q, k, v, ctx, ({"n": jnp.asarray(3)}, jnp.zeros((2, H))))
+        _, (_, row) = uncertainty.answer_attention_tap(dense)(q, k, v, ctx, (None, jnp.zeros((2, S))))
+        return out, inner, seen, row, dense(q, k, v, ctx, None)[0], normalised(q, k, ctx)[:, :, -1]
+
+    out, inner, seen, row, plain, expected = tapped(q, k, v, ctx)
+    np.testing.assert_array_equal(out, plain)
+    assert int(inner["n"]) == 3
+    assert seen.dtype == row.dtype == jnp.float32
+    np.testing.assert_allclose(seen, expected[..., start + T - 1], rtol=1e-5)
+    np.testing.assert_allclose(row, expected.max(1), rtol=1e-5)
+
+
+def test_a_fully_masked_row_is_zero():
+    """A row that is all padding attends to nothing; so does its gradient."""
+    ctx = context(1, 8, 4, pad=(0, 8))
+    q, k, v = tensors(2, 1, 8)
+
+    def seen(q, k):
+        both = uncertainty.answer_attention_tap(uncertainty.rauq_tap(dense))
+        state = ((None, jnp.zeros((2, 4))), jnp.zeros((2, 8)))
+        (_, own), row = both(q, k, v, ctx, state)[1]
+        return own, row
+
+    own, row = seen(q, k)
+    assert (own[0] > 0).all()
+    assert (own[1] == 0).all()
+    assert (row[1] == 0).all()
+    grads = jax.grad(lambda q, k: sum(x.sum() for x in seen(q, k)), argnums=(0, 1))(q, k)
+    assert all(jnp.isfinite(grad).all() for grad in grads)
+
+
+def test_bfloat16_is_summed_in_float32():
+    # A scale that is a power of two: dense attention, which the tap follows, applies it in the type of q.
+    ctx = context(1, 64, 60, scale=0.25)
+    q, k, v = tensors(3, 1, 64, dtype=jnp.bfloat16)
+    seen = uncertainty.rauq_tap(cheap)(q, k, v, ctx, (None, jnp.zeros((2, 4))))[1][1]
+    assert seen.dtype == jnp.float32
+    exact = normalised(q.astype(jnp.float32), k.astype(jnp.float32), ctx)[:, :, -1, 60]
+    np.testing.assert_allclose(seen, exact, rtol=1e-4)
+
+
+def test_large_logits_do_not_overflow():
+    ctx = context(1, 8, 5, scale=1.0)
+    q, k, v = tensors(4, 1, 8)
+    seen = uncertainty.rauq_tap(cheap)(100 * q, 100 * k, v, ctx, (None, jnp.zeros((2, 4))))[1][1]
+    assert jnp.isfinite(seen).all()
+
+
+def test_wrapping_twice_gives_the_same_object():
+    assert uncertainty.rauq_tap(dense) is uncertainty.rauq_tap(dense)
+    assert uncertainty.rauq_tap(dense) is not uncertainty.rauq_tap(cheap)
+    assert uncertainty.answer_attention_tap(dense) is uncertainty.answer_attention_tap(dense)
+
+
+@pytest.mark.parametrize("tap", ["rauq_tap", "answer_attention_tap"])
+def test_no_array_of_queries_by_keys(tap):
+    """Arrays in the traced tap grow with S, not with T times S."""
+    B, H, T, S = 2, 4, 96, 160
+    ctx = context(T, S, 10)
+    q, k, v = tensors(5, T, S)
+    state = (None, jnp.zeros((B, H) if tap == "rauq_tap" else (B, S)))
+    jaxpr = jax.make_jaxpr(getattr(uncertainty, tap)(cheap))(q, k, v, ctx, state)
+
+    def sizes(jaxpr):
+        for eqn in jaxpr.eqns:
+            yield from (var.aval.size for var in eqn.outvars)
+            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+                yield from sizes(inner)
+
+    assert max(sizes(jaxpr.jaxpr)) <= max(q.size, B * H * S)
+    assert q.size < B * T * S
+
+
+def test_decoding_with_the_tap_feeds_the_online_score():
+    """A toy decoder: layers in a scan, tokens in a scan, an observer as ``generate`` calls it, against full maps."""
+    L, B, H, Hkv, D, M, N = 3, 2, 4, 2, 8, 4, 6
+    S = M + N
+    keys = jax.random.split(jax.random.key(7), 4)
+    q = 2 * jax.random.normal(keys[0], (L, B, H, S, D))
+    k, v = (2 * jax.random.normal(key, (L, B, Hkv, S, D)) for key in keys[1:3])
+    logp = jnp.log(jax.random.uniform(keys[3], (B, N)))
+    gen_len = jnp.asarray([6, 3])
+    config = RAUQConfig()
+    attend = uncertainty.rauq_tap(dense)
+
+    @partial(jax.jit, static_argnames="T")
+    def forward(state, start, T):
+        def layer(_, inputs):
+            q, k, v, state = inputs
+            written = context(T, S, start, pad=(0, 1))
+            queries = jax.lax.dynamic_slice_in_dim(q, start, T, axis=2)
+            return None, attend(queries, k, v, written, state)[1]
+
+        return jax.lax.scan(layer, None, (q, k, v, state))[1]
+
+    @jax.jit
+    def observe(carry, info):
+        _, own = info.state
+        step = jax.vmap(partial(uncertainty.rauq_step, config=config), in_axes=(0, 0, 1, 0))
+        return step(carry, info.logprob, own, info.active), jnp.zeros(B, bool)
+
+    state = forward(uncertainty.rauq_tap_init(None, L, B, H), 0, M)
+    assert state[1].shape == (L, B, H)
+    fresh = jax.tree.map(lambda x: jnp.broadcast_to(x, (B, *x.shape)), uncertainty.rauq_init(L, H))
+    carry = fresh
+    for i in range(N):
+        info = StepInfo(jnp.zeros(B, jnp.int32), logp[:, i], logp[:, i], state, i < gen_len)
+        carry, _ = observe(carry, info)
+        state = forward(state, M + i, 1)
+    online = jax.vmap(partial(uncertainty.rauq_finalize, config=config))(carry)
+
+    full = jax.vmap(lambda q, k: normalised(q, k, context(S, S, 0, pad=(0, 1))), out_axes=1)(q, k)
+    prev_attn = uncertainty.previous_token_attention(full, jnp.full(B, M), gen_len, N)
+    batch = uncertainty.rauq(logp, prev_attn, gen_len, config=config)
+    np.testing.assert_allclose(online.score, batch.score, rtol=1e-5)
+    np.testing.assert_array_equal(online.heads, batch.heads)
+
+
+def test_initial_states():
+    inner = {"x": jnp.ones((3, 5))}
+    state, own = uncertainty.rauq_tap_init(inner, 3, 2, 4)
+    assert state is inner
+    assert own.shape == (3, 2, 4)
+    assert own.dtype == jnp.float32
+    state, rows = uncertainty.answer_attention_tap_init(None, 3, 2, 11)
+    assert state is None
+    assert rows.shape == (3, 2, 11)
+    assert rows.dtype == jnp.float32
