@@ -1,7 +1,38 @@
 """Models: Flax modules used purely. ``apply(params, cfg, tokens) -> Output`` and ``generate(...) -> Generation``."""
 
-from jaxmeth.models.decoder import DecoderConfig, abstract_params, apply, init, init_cache
+from jaxtyping import Array
+
+from jaxmeth.models import decoder, encoder
+from jaxmeth.models.decoder import DecoderConfig, apply, init_cache
+from jaxmeth.models.encoder import BertConfig, DualEncoderConfig, encode_image, encode_text, similarity
 from jaxmeth.models.generate import generate
 from jaxmeth.models.layers import RopeConfig, linear
+from jaxmeth.types import Params
 
-__all__ = ["DecoderConfig", "RopeConfig", "abstract_params", "apply", "generate", "init", "init_cache", "linear"]
+__all__ = [
+    "BertConfig",
+    "DecoderConfig",
+    "DualEncoderConfig",
+    "RopeConfig",
+    "abstract_params",
+    "apply",
+    "encode_image",
+    "encode_text",
+    "generate",
+    "init",
+    "init_cache",
+    "linear",
+    "similarity",
+]
+
+Config = DecoderConfig | BertConfig | DualEncoderConfig
+
+
+def init(cfg: Config, key: Array) -> Params:
+    """Random parameters of a decoder or an encoder; consumes ``key``. See ``decoder.init`` and ``encoder.init``."""
+    return decoder.init(cfg, key) if isinstance(cfg, DecoderConfig) else encoder.init(cfg, key)
+
+
+def abstract_params(cfg: Config) -> Params:
+    """The parameter tree of a configuration as ``jax.ShapeDtypeStruct``s; computes nothing."""
+    return decoder.abstract_params(cfg) if isinstance(cfg, DecoderConfig) else encoder.abstract_params(cfg)

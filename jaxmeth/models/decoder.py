@@ -243,7 +243,8 @@ class Decoder(nnx.Module):
         exact = jnp.promote_types(hidden.dtype, jnp.float32)
         if self.cfg.tie_embeddings:
             table = raw(self.embed.embedding).astype(hidden.dtype)
-            logits = jnp.einsum("btc,vc->btv", hidden, table, preferred_element_type=exact)
+            flat = jnp.matmul(hidden.reshape(-1, hidden.shape[-1]), table.T, preferred_element_type=exact)
+            logits = flat.reshape(*hidden.shape[:2], -1)
         else:
             logits = self.head(hidden).astype(exact)
         if self.cfg.logit_softcap is not None:

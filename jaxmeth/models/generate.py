@@ -78,6 +78,8 @@ def _generate(
 
     def pick(step: Array, logits: Float[Array, "B V"]) -> tuple[Array, Array, Array]:
         """The next token, its log-probability and the entropy under the model's own distribution."""
+        # Without the barrier XLA may compute the head's product inside what reads it, far slower than on its own.
+        logits = jax.lax.optimization_barrier(logits)
         logp = jax.nn.log_softmax(logits, axis=-1)
         entropy = -jnp.sum(jnp.where(jnp.isneginf(logp), 0, jnp.exp(logp) * logp), axis=-1)
         if greedy:
