@@ -39,8 +39,7 @@ from jaxmeth.risk.trajectories import upper_fired as upper_fired
 from jaxmeth.risk.trajectories import upper_losses as upper_losses
 from jaxmeth.types import ConfigError, Observe, StepInfo, is_concrete
 
-# Rows summed before they join the total; candidates a tile; checkpoints fused into one pass. Measured on CPU.
-_BLOCK, _TILE, _UNROLL = 32, 16384, 24
+_BLOCK = 32
 
 
 class Policy(NamedTuple):
@@ -118,57 +117,45 @@ def lower_summary(
 @partial(jax.jit, static_argnames=("kind", "cost_kind", "levels"))
 def _lower_summary(y, correct, length, tokens, params, budget, stop, warmup, kind, cost_kind, levels):
     n, steps = y.shape
-    m = params.c.shape[0]
-    # Candidates go through in tiles that stay in the first cache. In a tile levels lie outside and runs inside: the long
-    # axis is the contiguous one, and a ramp is shared by all its levels. Spare runs at the end are cut off again.
-    runs = max(_TILE // levels, 1)
-    spare_runs = -(m // levels) % runs
-
-    def tiled(value: Array) -> Array:
-        value = jnp.pad(value.reshape(-1, levels), [(0, spare_runs), (0, 0)])
-        return value.reshape(-1, runs, levels).swapaxes(1, 2)
-
-    tiles = tuple(tiled(value) for value in (params.c, params.shift, params.lo, _trajectories.gap(params.lo, params.hi)))
+    # Levels lie outside, runs inside: the long axis is the contiguous one, and a ramp is shared by all its levels.
+    lo, hi = params.lo.reshape(-1, levels).T, params.hi.reshape(-1, levels).T
+    slope, shift = params.c[::levels], params.shift[::levels]
+    rise = _trajectories.gap(lo, hi)
     alive = jnp.arange(steps)[None] < jnp.minimum(stop, _trajectories.last(length))[:, None]
     alive = alive & (tokens >= warmup) & ~jnp.isnan(y)
     loss = _trajectories.lower_loss_table(correct, length, kind)
     cost = _trajectories.lower_cost_table(correct, length, cost_kind)
     unfired = jnp.take_along_axis(cost, jnp.minimum(stop, _trajectories.last(length))[:, None], axis=1)[:, 0]
-    rows = (jnp.where(alive, y, jnp.inf), tokens.astype(params.lo.dtype), loss, cost, unfired)
+    rows = (jnp.where(alive, y, jnp.inf), tokens.astype(lo.dtype), loss, cost, unfired)
     # Rows that fill the last block cost nothing and never fire. Sums of blocks keep float32 sums accurate.
     spare = -n % _BLOCK
     rows = [jnp.pad(row, [(0, spare)] + [(0, 0)] * (row.ndim - 1)) for row in rows]
-    rows = tuple(row.reshape(-1, _BLOCK, *row.shape[1:]) for row in rows)
+    rows = [row.reshape(-1, _BLOCK, *row.shape[1:]) for row in rows]
 
-    def tile_sums(tile):
-        slope, shift, lo, rise = tile
-        zero = jnp.zeros_like(lo)
-        nothing = (zero, zero, jnp.zeros(lo.shape, bool), zero)
+    def one(sums, row):
+        signal, used, loss, cost, unfired = row
+        ramp = _trajectories.ramp(slope[None], shift[None], used[:, None], budget)
 
-        def one(sums, row):
-            signal, used, loss, cost, unfired = row
-            ramp = _trajectories.ramp(slope[:1], shift[:1], used[:, None], budget)
+        def earlier(carry, column):
+            ramp, signal, loss, cost = column
+            fires = signal <= lo + rise * ramp[None]
+            return (jnp.where(fires, loss, carry[0]), jnp.where(fires, cost, carry[1])), None
 
-            def earlier(carry, column):
-                ramp, signal, loss, cost = column
-                fires = signal <= lo + rise * ramp[None]
-                return (jnp.where(fires, loss, carry[0]), jnp.where(fires, cost, carry[1])), None
+        start = (jnp.zeros_like(lo), jnp.full_like(lo, unfired))
+        (loss, cost), _ = jax.lax.scan(earlier, start, (ramp, signal, loss, cost), reverse=True, unroll=12)
+        total, spread, spent = sums
+        # loss (1 - loss) is exactly 0 for 0 and 1, so its sum says whether any loss was fractional.
+        return (total + loss, spread + loss * (1.0 - loss), spent + cost), None
 
-            (loss, cost), _ = jax.lax.scan(
-                earlier, (zero, jnp.full_like(lo, unfired)), (ramp, signal, loss, cost), reverse=True, unroll=_UNROLL
-            )
-            total, square, fractional, spent = sums
-            return (total + loss, square + loss * loss, fractional | ((loss != 0) & (loss != 1)), spent + cost), None
+    nothing = (jnp.zeros_like(lo),) * 3
 
-        def block(sums, rows):
-            part, _ = jax.lax.scan(one, nothing, rows)
-            return (sums[0] + part[0], sums[1] + part[1], sums[2] | part[2], sums[3] + part[3]), None
+    def block(sums, rows):
+        part, _ = jax.lax.scan(one, nothing, rows)
+        return jax.tree.map(jnp.add, sums, part), None
 
-        return jax.lax.scan(block, nothing, rows)[0]
-
-    sums = jax.lax.map(tile_sums, tiles)
-    total, square, fractional, spent = (value.swapaxes(1, 2).ravel()[:m] for value in sums)
-    return testing.Summary(total, square, fractional, spent / max(n, 1), jnp.asarray(n, jnp.int32))
+    sums, _ = jax.lax.scan(block, nothing, tuple(rows))
+    total, spread, spent = (value.T.ravel() for value in sums)
+    return testing.Summary(total, total - spread, spread > 0, spent / max(n, 1), jnp.asarray(n, jnp.int32))
 
 
 def calibrate_ensemble(
