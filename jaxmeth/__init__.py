@@ -1,6 +1,6 @@
 """jaxmeth: recent methods for large language models as small pure JAX functions that compose.
 
-Subpackages load on first use (``jaxmeth.models``, ``from jaxmeth import uncertainty``), so importing this costs nothing.
+Subpackages load on first use (``jaxmeth.models``, ``from jaxmeth import uncertainty``): importing this costs nothing.
 """
 
 import importlib

@@ -4,11 +4,12 @@ A metric is a function ``(u [n], q [n]) -> scalar`` of uncertainties and qualiti
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Key, Num
 
 from jaxmeth.types import ConfigError
@@ -43,11 +44,11 @@ def _prefixes(n: int, max_rejection: float) -> int:
     return max(1, int(max_rejection * n))
 
 
-def _repeat(draw: Callable[[Array], Array], key: Array, times: int) -> Array:
-    """``draw`` of ``times`` independent keys, a bounded number of them at once."""
+def _repeat(draw: Callable[[Array, Array], Array], key: Array, times: int) -> Array:
+    """``draw(i, key_i)`` for i below ``times``, a bounded number of them at once."""
     chunks = -(-times // _CHUNK)
-    keys = jax.random.split(key, (chunks, -(-times // chunks)))
-    return jax.lax.map(jax.vmap(draw), keys).reshape(-1)[:times]
+    index = jnp.arange(chunks * -(-times // chunks)).reshape(chunks, -1)
+    return jax.lax.map(jax.vmap(lambda i: draw(i, jax.random.fold_in(key, i))), index).reshape(-1)[:times]
 
 
 def _normalise(q: Array) -> tuple[Array, Array]:
@@ -59,8 +60,10 @@ def _normalise(q: Array) -> tuple[Array, Array]:
 
 
 def _area(q: Array, prefixes: int) -> Array:
-    n = q.shape[0]
-    return (jnp.cumsum(q)[n - prefixes :] / jnp.arange(n - prefixes + 1, n + 1, dtype=q.dtype)).mean()
+    """Mean over the longest ``prefixes`` prefixes of their mean: a fixed weight for every rank."""
+    inverse = np.where(np.arange(1, len(q) + 1) > len(q) - prefixes, 1 / np.arange(1, len(q) + 1), 0)
+    weight = np.cumsum(inverse[::-1])[::-1] / prefixes
+    return (q * jnp.asarray(weight, q.dtype)).sum()
 
 
 def rejection_area(
@@ -115,7 +118,7 @@ def prediction_rejection_ratio(
         raise ConfigError("key: found None, expected one with random 'shuffled'")
     scaled, constant = _normalise(q)
     if random == "shuffled":
-        chance = _repeat(lambda k: _area(jax.random.permutation(k, scaled), prefixes), key, _SHUFFLES).mean()
+        chance = _repeat(lambda i, k: _area(jax.random.permutation(k, scaled), prefixes), key, _SHUFFLES).mean()
     else:
         chance = scaled.mean()
     raw = _area(scaled[jnp.argsort(u, stable=True)], prefixes)
@@ -140,36 +143,39 @@ def auroc(score: Float[Array, " n"], positive: Num[Array, " n2"] | Bool[Array, "
     """
     _check_answers(score=score, positive=positive)
     dtype = jnp.result_type(jnp.float32, score.dtype)
-    positive = positive.astype(bool)
+    hit = positive.astype(bool).astype(dtype)
     score = jnp.where(jnp.isnan(score), jnp.inf, score)
-    order = jnp.argsort(score)
-    ordered, hit = score[order], positive[order].astype(dtype)
-    # Ranks of a run of equals: the mean of its first and last, counted from 0.
-    index = jnp.arange(score.shape[0])
-    starts = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
-    ends = jnp.concatenate([starts[1:], jnp.ones(1, bool)])
-    first = jax.lax.cummax(jnp.where(starts, index, 0))
-    last = jax.lax.cummin(jnp.where(ends, index, score.shape[0]), reverse=True)
-    below = 0.5 * (first + last).astype(dtype)
+    # The mean of both ways to order equals, positives last and positives first, counts every tie one half.
+    other = jnp.stack([hit, 1 - hit])
+    _, other = jax.lax.sort((jnp.stack([score, score]), other), num_keys=2)
+    hits = jnp.stack([other[0], 1 - other[1]])
+    rank = jnp.arange(score.shape[0], dtype=dtype)[None]
     positives = hit.sum()
     negatives = score.shape[0] - positives
-    # Mean rank of the positives, less what they owe to each other: exact enough in float32 for any n.
-    mean_rank = (hit * below).sum() / jnp.maximum(positives, 1)
+    # A mean of ranks, less what the positives owe to each other: exact enough in float32 for any n.
+    mean_rank = 0.5 * (hits * rank).sum() / jnp.maximum(positives, 1)
     area = (mean_rank - 0.5 * (positives - 1)) / jnp.maximum(negatives, 1)
     return jnp.where((positives > 0) & (negatives > 0), area, jnp.nan)
 
 
-@partial(jax.jit, static_argnames=("statistic", "resamples"))
-def _bootstrap(statistic, arrays, key, resamples, level):
-    n = arrays[0].shape[0]
+@partial(jax.jit, static_argnames=("metric", "resamples"))
+def _bootstrap(metric, scores, q, key, resamples, level):
+    """Of the metric of the first score less those of the others; all scores [k, n] see the same resamples."""
+    n = q.shape[0]
 
-    def once(key):
-        index = jax.random.randint(key, (n,), 0, n)
-        return statistic(*[array[index] for array in arrays])
+    def measure(index):
+        values = jax.vmap(metric, (0, None))(scores[:, index], q[index])
+        return values[0] - values[1:].sum()
 
+    # Draw 0 is the sample itself, so that the metric is compiled once.
+    drawn = _repeat(
+        lambda i, key: measure(jnp.where(i == 0, jnp.arange(n), jax.random.randint(key, (n,), 0, n))),
+        key,
+        resamples + 1,
+    )
     tail = (1 - level) / 2
-    low, high = jnp.nanquantile(_repeat(once, key, resamples), jnp.stack([tail, 1 - tail]))
-    return Interval(statistic(*arrays), low, high)
+    low, high = jnp.nanquantile(drawn[1:], jnp.stack([tail, 1 - tail]))
+    return Interval(drawn[0], low, high)
 
 
 def _check_bootstrap(resamples: int, level: float) -> None:
@@ -205,12 +211,7 @@ def bootstrap(
     """
     _check_answers(u=u, q=q)
     _check_bootstrap(resamples, level)
-    return _bootstrap(metric, (u, q), key, resamples, level)
-
-
-@lru_cache(maxsize=256)
-def _difference(metric: Metric) -> Callable[[Array, Array, Array], Array]:
-    return lambda u_a, u_b, q: metric(u_a, q) - metric(u_b, q)
+    return _bootstrap(metric, u[None], q, key, resamples, level)
 
 
 def paired_bootstrap(
@@ -230,4 +231,4 @@ def paired_bootstrap(
     """
     _check_answers(u_a=u_a, u_b=u_b, q=q)
     _check_bootstrap(resamples, level)
-    return _bootstrap(_difference(metric), (u_a, u_b, q), key, resamples, level)
+    return _bootstrap(metric, jnp.stack([u_a, u_b]), q, key, resamples, level)

@@ -167,6 +167,7 @@ def test_paper_preset_without_weights_checks_shapes():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_the_stored_run_of_smollm2_is_reproduced(command, tmp_path, golden):
     """The 120 stored answers; where real questions are at hand, as the exemplars and questions are theirs."""
     if not STORED:
