@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shlex
 import signal
 import sys
@@ -53,7 +54,7 @@ def test_help(command):
     assert "sweep NAME" in command("--help")[1]
     code, out, _ = command("run", "--help")
     assert code == 0
-    assert "experiments: toy" in out
+    assert re.search(r"experiments: .*\btoy\b", out)
     code, out, _ = command("run", "toy", "--help", "--preset", "smoke")
     assert code == 0
     assert "Number of items, each drawn nine times. (default: 20)" in " ".join(out.split())
@@ -144,7 +145,7 @@ def test_without_matplotlib_the_run_succeeds_and_names_the_extra(command, tmp_pa
     ("argv", "message"),
     [
         ("runn", "unknown command 'runn'; did you mean run?"),
-        ("run", "the experiment's name is missing, expected one of toy"),
+        ("run", "the experiment's name is missing, expected one of"),
         ("run --preset smoke", "the experiment's name is missing"),
         ("run tou", "unknown experiment 'tou'; did you mean toy?"),
         ("run zzz", "unknown experiment 'zzz'; expected one of"),
