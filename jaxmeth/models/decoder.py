@@ -426,8 +426,12 @@ def apply(
         one longer than ``cfg.max_positions`` or the cache.
     """
     check_tokens(cfg, tokens, 0)
-    if cache is not None and is_concrete(cache.index) and tokens.shape[1] > cache.k.shape[3]:
-        raise ConfigError(f"cache: found {cache.k.shape[3]} slots, expected at least the {tokens.shape[1]} new tokens")
+    if cache is not None and _on_host(cache.index):
+        used, slots = int(cache.index), cache.k.shape[3]
+        if used + tokens.shape[1] > slots:
+            raise ConfigError(
+                f"cache: found {slots} slots, {used} of them used, expected room for {tokens.shape[1]} more tokens"
+            )
     return _apply(params, cfg, tokens, mask, positions, cache, attend or dense, state)
 
 
@@ -442,10 +446,14 @@ def check_tokens(cfg: DecoderConfig, tokens, new_tokens: int) -> None:
             f"tokens: found {tokens.shape[1]} and {new_tokens} new ones, expected at most max_positions "
             f"{cfg.max_positions} together"
         )
-    on_host = isinstance(tokens, np.ndarray) or (
-        is_concrete(tokens) and next(iter(tokens.devices())).platform == "cpu" and tokens.is_fully_addressable
-    )
-    if on_host and tokens.size:
+    if _on_host(tokens) and tokens.size:
         low, high = int(np.min(tokens)), int(np.max(tokens))
         if low < 0 or high >= cfg.vocab_size:
             raise ConfigError(f"tokens: found id {low if low < 0 else high}, expected 0 to {cfg.vocab_size - 1}")
+
+
+def _on_host(x) -> bool:
+    """Whether reading the values costs no transfer from a device."""
+    if isinstance(x, np.ndarray):
+        return True
+    return is_concrete(x) and x.is_fully_addressable and next(iter(x.devices())).platform == "cpu"

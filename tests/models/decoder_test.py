@@ -210,3 +210,11 @@ def test_unusable_tokens_are_refused(tokens, message):
 def test_unusable_configuration_names_its_field(field, value):
     with pytest.raises(ConfigError, match=field):
         dataclasses.replace(LLAMA, **{field: value})
+
+
+def test_a_full_cache_is_refused_instead_of_overwritten():
+    params = models.init(LLAMA, jax.random.key(0))
+    tokens = some_tokens(LLAMA, length=6)
+    cache = models.apply(params, LLAMA, tokens, cache=models.init_cache(LLAMA, 2, 10)).cache
+    with pytest.raises(ConfigError, match="10 slots, 6 of them used, expected room for 6"):
+        models.apply(params, LLAMA, tokens, cache=cache)
