@@ -143,17 +143,17 @@ def auroc(score: Float[Array, " n"], positive: Num[Array, " n2"] | Bool[Array, "
     """
     _check_answers(score=score, positive=positive)
     dtype = jnp.result_type(jnp.float32, score.dtype)
-    hit = positive.astype(bool).astype(dtype)
     score = jnp.where(jnp.isnan(score), jnp.inf, score)
-    # The mean of both ways to order equals, positives last and positives first, counts every tie one half.
-    other = jnp.stack([hit, 1 - hit])
-    _, other = jax.lax.sort((jnp.stack([score, score]), other), num_keys=2)
-    hits = jnp.stack([other[0], 1 - other[1]])
-    rank = jnp.arange(score.shape[0], dtype=dtype)[None]
+    score, hit = jax.lax.sort((score, positive.astype(bool).astype(dtype)), num_keys=1)
+    # The rank of equals is the mean of the first and the last of their run.
+    index = jnp.arange(score.shape[0])
+    change = score[1:] != score[:-1]
+    first = jax.lax.cummax(jnp.where(jnp.append(True, change), index, 0))
+    last = jax.lax.cummin(jnp.where(jnp.append(change, True), index, score.shape[0]), reverse=True)
     positives = hit.sum()
     negatives = score.shape[0] - positives
-    # A mean of ranks, less what the positives owe to each other: exact enough in float32 for any n.
-    mean_rank = 0.5 * (hits * rank).sum() / jnp.maximum(positives, 1)
+    # The mean rank of the positives less what they owe to each other: exact enough in float32 for any n.
+    mean_rank = 0.5 * (hit * (first + last)).sum() / jnp.maximum(positives, 1)
     area = (mean_rank - 0.5 * (positives - 1)) / jnp.maximum(negatives, 1)
     return jnp.where((positives > 0) & (negatives > 0), area, jnp.nan)
 
