@@ -8,7 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from jaxmeth.types import ConfigError, is_concrete
 
@@ -25,12 +25,18 @@ def check_lengths(gen_len: Array, tokens: int) -> None:
 
 def _masked(x: Array, gen_len: Array) -> tuple[Array, Array]:
     """x in float32 or better with zeros past the end, and the number of tokens."""
-    check_lengths(gen_len, x.shape[1])
     valid = jnp.arange(x.shape[1])[None] < gen_len[:, None]
     return jnp.where(valid, x.astype(jnp.result_type(jnp.float32, x.dtype)), 0), jnp.clip(gen_len, 0, x.shape[1])
 
 
-def _mean(x: Array, gen_len: Array, empty_score: float) -> Array:
+@jax.jit
+def _total(x: Array, gen_len: Array, empty_score: ArrayLike) -> Array:
+    x, n = _masked(x, gen_len)
+    return jnp.where(n > 0, x.sum(1), empty_score)
+
+
+@jax.jit
+def _mean(x: Array, gen_len: Array, empty_score: ArrayLike) -> Array:
     x, n = _masked(x, gen_len)
     return jnp.where(n > 0, x.sum(1) / jnp.maximum(n, 1), empty_score)
 
@@ -45,6 +51,7 @@ def perplexity(
 
     Reference: arXiv 2505.20045, baselines; the name for the logarithm follows the public code (lm-polygraph).
     """
+    check_lengths(gen_len, logp.shape[1])
     return _mean(-logp, gen_len, empty_score)
 
 
@@ -56,8 +63,8 @@ def msp(logp: Float[Array, "B N"], gen_len: Int[Array, " B"], *, empty_score: fl
 
     Reference: arXiv 2505.20045, baselines.
     """
-    x, n = _masked(-logp, gen_len)
-    return jnp.where(n > 0, x.sum(1), empty_score)
+    check_lengths(gen_len, logp.shape[1])
+    return _total(-logp, gen_len, empty_score)
 
 
 def mean_token_entropy(
@@ -70,11 +77,13 @@ def mean_token_entropy(
 
     Reference: M. Fomicheva et al., "Unsupervised quality estimation for neural machine translation", arXiv 2005.10608.
     """
+    check_lengths(gen_len, entropy.shape[1])
     return _mean(entropy, gen_len, empty_score)
 
 
+@jax.jit
 def attention_score(
-    diag: Float[Array, "B H T"], mask: Bool[Array, "B T"], *, empty_score: float = math.inf
+    diag: Float[Array, "B H T"], mask: Bool[Array, "B T"], *, empty_score: float | Array = math.inf
 ) -> Float[Array, " B"]:
     """Attention Score: ``-(1/H) sum_h sum_q log(A[h, q, q] + 1e-12)`` at one layer.
 
@@ -124,7 +133,14 @@ def simple_focus(
     rows, tokens = logp.shape
     if answer_attn.shape != (rows, tokens, tokens):
         raise ConfigError(f"answer_attn: found shape {answer_attn.shape}, expected {(rows, tokens, tokens)}")
+    check_lengths(gen_len, tokens)
+    return _simple_focus(logp, answer_attn, gen_len, gamma, empty_score)
+
+
+@jax.jit
+def _simple_focus(logp: Array, answer_attn: Array, gen_len: Array, gamma: ArrayLike, empty_score: ArrayLike) -> Array:
     own, n = _masked(-logp, gen_len)
+    tokens = logp.shape[1]
     index = jnp.arange(tokens)
     read = (index[None, :] < index[:, None])[None] & (index[None] < n[:, None])[:, :, None]
     w = jnp.where(read, answer_attn.astype(own.dtype), 0)

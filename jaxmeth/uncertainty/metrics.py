@@ -51,12 +51,18 @@ def _repeat(draw: Callable[[Array, Array], Array], key: Array, times: int) -> Ar
     return jax.lax.map(jax.vmap(lambda i: draw(i, jax.random.fold_in(key, i))), index).reshape(-1)[:times]
 
 
+@jax.jit
 def _normalise(q: Array) -> tuple[Array, Array]:
     """q on [0, 1] (one half where it is constant), and whether it is constant."""
     q = q.astype(jnp.result_type(jnp.float32, q.dtype))
     low, high = q.min(), q.max()
     constant = low == high
     return jnp.where(constant, 0.5, (q - low) / jnp.where(constant, 1, high - low)), constant
+
+
+@partial(jax.jit, static_argnames="prefixes")
+def _accepted(u: Array, q: Array, prefixes: int) -> Array:
+    return _area(q[jnp.argsort(u, stable=True)], prefixes)
 
 
 def _area(q: Array, prefixes: int) -> Array:
@@ -79,7 +85,7 @@ def rejection_area(
       ConfigError: no answers, unequal shapes, or max_rejection outside (0, 1].
     """
     _check_answers(u=u, q=q)
-    return _area(_normalise(q)[0][jnp.argsort(u, stable=True)], _prefixes(u.shape[0], max_rejection))
+    return _accepted(u, _normalise(q)[0], _prefixes(u.shape[0], max_rejection))
 
 
 def prediction_rejection_ratio(
@@ -116,12 +122,16 @@ def prediction_rejection_ratio(
         raise ConfigError(f"random: found {random!r}, expected one of {', '.join(_RANDOM)}")
     if random == "shuffled" and key is None:
         raise ConfigError("key: found None, expected one with random 'shuffled'")
+    return _ratio(u, q, prefixes, key if random == "shuffled" else None)
+
+
+@partial(jax.jit, static_argnames="prefixes")
+def _ratio(u: Array, q: Array, prefixes: int, key: Array | None) -> Array:
     scaled, constant = _normalise(q)
-    if random == "shuffled":
+    chance = scaled.mean()
+    if key is not None:
         chance = _repeat(lambda i, k: _area(jax.random.permutation(k, scaled), prefixes), key, _SHUFFLES).mean()
-    else:
-        chance = scaled.mean()
-    raw = _area(scaled[jnp.argsort(u, stable=True)], prefixes)
+    raw = _accepted(u, scaled, prefixes)
     gain = _area(-jnp.sort(-scaled), prefixes) - chance
     alike = constant | (prefixes == 1)
     return jnp.where(alike, raw, (raw - chance) / jnp.where(alike, 1, gain))
@@ -142,6 +152,11 @@ def auroc(score: Float[Array, " n"], positive: Num[Array, " n2"] | Bool[Array, "
       ConfigError: no answers or unequal shapes.
     """
     _check_answers(score=score, positive=positive)
+    return _auroc(score, positive)
+
+
+@jax.jit
+def _auroc(score: Array, positive: Array) -> Array:
     dtype = jnp.result_type(jnp.float32, score.dtype)
     score = jnp.where(jnp.isnan(score), jnp.inf, score)
     score, hit = jax.lax.sort((score, positive.astype(bool).astype(dtype)), num_keys=1)

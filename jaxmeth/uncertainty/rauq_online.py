@@ -18,6 +18,7 @@ Reference: arXiv 2505.20045 (the recurrence). Reconstruction: keeping every head
 layer, chosen beforehand on a few answers.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -108,9 +109,14 @@ def rauq_finalize(
       ConfigError: layers out of range, or a configuration that :func:`rauq_step` refuses.
     """
     _check(config)
-    layers = jnp.asarray(check_layers(layers, state.log_c.shape[0]))
-    heads = jnp.argmax(state.sum_attn[layers], axis=-1).astype(jnp.int32)
+    return _finalize(state, check_layers(layers, state.log_c.shape[0]), config)
+
+
+@partial(jax.jit, static_argnames=("layers", "config"))
+def _finalize(state: RAUQState, layers: tuple[int, ...], config: RAUQConfig) -> RAUQResult:
+    chosen = jnp.asarray(layers)
+    heads = jnp.argmax(state.sum_attn[chosen], axis=-1).astype(jnp.int32)
     sums = state.sum_c if config.token_agg == "mean" else state.sum_log_c
-    total = -jnp.take_along_axis(sums[layers], heads[:, None], axis=-1)[:, 0]
+    total = -jnp.take_along_axis(sums[chosen], heads[:, None], axis=-1)[:, 0]
     layer_scores = total if config.token_agg == "sumlog" else total / jnp.maximum(state.n, 1)
     return RAUQResult(*finish(layer_scores, state.n, config), heads, None)

@@ -4,7 +4,7 @@ A tap wraps an ``Attend``. Its state is ``(inner state, slice)`` inside the laye
 outside; the slice belongs to the newest query of the call. Taps nest: ``answer_attention_tap(rauq_tap(attend))``.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,11 @@ def token_signals(
     vocab_size = logits.shape[-1]
     if is_concrete(tokens) and tokens.size and np.asarray(tokens).max() >= vocab_size:
         raise ConfigError(f"tokens: found {np.asarray(tokens).max()}, expected below the vocabulary of {vocab_size}")
+    return _token_signals(logits, tokens)
+
+
+@jax.jit
+def _token_signals(logits: Array, tokens: Array) -> tuple[Array, Array]:
     log_p = jax.nn.log_softmax(logits.astype(jnp.result_type(jnp.float32, logits.dtype)))
     chosen = jnp.take_along_axis(log_p, jnp.maximum(tokens, 0)[..., None], axis=-1, mode="fill", fill_value=jnp.nan)
     # 0 log 0 is 0, also in the gradient.
@@ -74,6 +79,11 @@ def previous_token_attention(
         needed = total[np.asarray(gen_len) > 1].max(initial=0) - 1 + below
         if attn.shape[-1] < needed:
             raise ConfigError(f"attn: found T = {attn.shape[-1]}, expected at least {needed} with reading {reading!r}")
+    return _entries(attn, prompt_len, gen_len, max_gen, below)
+
+
+@partial(jax.jit, static_argnames=("max_gen", "below"))
+def _entries(attn: Array, prompt_len: Array, gen_len: Array, max_gen: int, below: int) -> Array:
     entries = jnp.diagonal(attn, offset=-below, axis1=-2, axis2=-1)
     steps = jnp.arange(max(max_gen - 1, 0), dtype=prompt_len.dtype)[None]
     inside = steps < gen_len[:, None] - 1

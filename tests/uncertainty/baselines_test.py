@@ -16,14 +16,15 @@ LENGTHS = (0, 1, 4, 6)
 
 @pytest.fixture
 def rows():
-    keys = jax.random.split(jax.random.key(1), 2)
-    logp = jnp.log(jax.random.uniform(keys[0], (4, 6), minval=0.01))
-    return logp, jax.random.uniform(keys[1], (4, 6, 6)), jnp.asarray(LENGTHS, jnp.int32)
+    rng = np.random.default_rng(1)
+    logp = jnp.asarray(np.log(rng.uniform(0.01, 1, (4, 6))), jnp.float32)
+    return logp, jnp.asarray(rng.uniform(size=(4, 6, 6)), jnp.float32), jnp.asarray(LENGTHS, jnp.int32)
 
 
 def dirty(x, gen_len, axis=1):
-    index = jnp.arange(x.shape[axis]).reshape([-1 if a == axis else 1 for a in range(x.ndim)])
-    return jnp.where(index < gen_len.reshape([-1] + [1] * (x.ndim - 1)), x, jnp.nan)
+    """NaN past the end along an axis."""
+    index = np.arange(x.shape[axis]).reshape([-1 if a == axis else 1 for a in range(x.ndim)])
+    return jnp.asarray(np.where(index < np.asarray(gen_len).reshape([-1] + [1] * (x.ndim - 1)), x, np.float32(np.nan)))
 
 
 def test_stored_synthetic(x64):
@@ -49,8 +50,8 @@ def test_sums_padding_empties_and_gradients(rows, score):
     function = getattr(uncertainty, score)
     x = -logp if score == "mean_token_entropy" else logp
     found = function(dirty(x, gen_len), gen_len)
-    expected = [abs(np.asarray(x[b, :n], np.float64)).sum() / (1 if score == "msp" else n or 1) for b, n in
-                enumerate(LENGTHS)]  # fmt: skip
+    sums = [abs(np.asarray(x[b], np.float64))[:n].sum() for b, n in enumerate(LENGTHS)]
+    expected = np.divide(sums, 1 if score == "msp" else np.maximum(LENGTHS, 1))
     np.testing.assert_allclose(found[1:], expected[1:], rtol=1e-6)
     assert np.isposinf(found[0])
     assert np.isnan(function(x, gen_len, empty_score=float("nan"))[0])

@@ -14,12 +14,13 @@ from jaxmeth.uncertainty import RAUQConfig
 
 def made(seed, rows=5, layers=6, heads=3, tokens=9):
     rng = np.random.default_rng(seed)
-    logp = jnp.log(jnp.asarray(rng.uniform(1e-3, 1, (rows, tokens))))
+    logp = jnp.asarray(np.log(rng.uniform(1e-3, 1, (rows, tokens))))
     entropy = jnp.asarray(rng.uniform(0, 3, (rows, tokens)))
     prev_attn = jnp.asarray(rng.uniform(0, 1, (rows, layers, heads, tokens - 1)))
     return logp, entropy, prev_attn, jnp.asarray([0, 1, 2, 6, 9], jnp.int32)
 
 
+@partial(jax.jit, static_argnames="config")
 def stream(logp, entropy, prev_attn, gen_len, config):
     """The batch fed one token at a time by one scan; the slice of the first token is NaN."""
     layers, heads = prev_attn.shape[1:3]

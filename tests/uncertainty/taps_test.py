@@ -8,30 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmeth import uncertainty
-from jaxmeth.types import AttendContext, ConfigError, StepInfo
-from jaxmeth.uncertainty import RAUQConfig
+from jaxmeth import models, uncertainty
+from jaxmeth.attention import dense
+from jaxmeth.types import AttendContext, ConfigError
 
 
-def weights(q, k, ctx):
-    """The full softmax [B,H,T,S], the obvious way."""
+@jax.jit
+def softmax(q, k, ctx):
+    """Every weight [B,H,T,S], the obvious way; zeros in a row that is fully masked."""
     k = jnp.repeat(k, q.shape[1] // k.shape[1], axis=1)
-    logits = jnp.einsum("bhtd,bhsd->bhts", q, k).astype(jnp.float32) * ctx.scale
+    logits = jnp.einsum("bhtd,bhsd->bhts", q, k, preferred_element_type=jnp.float32) * ctx.scale
     if ctx.softcap is not None:
         logits = ctx.softcap * jnp.tanh(logits / ctx.softcap)
     mask = ctx.mask()
-    return jnp.where(mask, jnp.exp(jnp.where(mask, logits, -1e30) - logits.max(-1, keepdims=True)), 0)
-
-
-def normalised(q, k, ctx):
-    raw = weights(q, k, ctx)
-    total = raw.sum(-1, keepdims=True)
-    return raw / jnp.where(total > 0, total, 1)
-
-
-def dense(q, k, v, ctx, state):
-    v = jnp.repeat(v, q.shape[1] // v.shape[1], axis=1)
-    return jnp.einsum("bhts,bhsd->bhtd", normalised(q, k, ctx), v), state
+    weights = jax.nn.softmax(jnp.where(mask, logits, -1e30), axis=-1)
+    return jnp.where(mask, weights, 0)
 
 
 def cheap(q, k, v, ctx, state):
@@ -41,14 +32,14 @@ def cheap(q, k, v, ctx, state):
 
 def context(T, S, start, *, B=2, window=None, softcap=None, causal=True, pad=(0, 3), scale=0.3):
     """T queries at slots start.., S slots of which start + T are written, the first ``pad`` of a row left padding."""
-    slots = jnp.arange(S)
-    valid = (slots[None] >= jnp.asarray(pad)[:B, None]) & (slots[None] < start + T)
-    pos = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
+    slots = np.arange(S)
+    valid = (slots[None] >= np.asarray(pad)[:B, None]) & (slots[None] < start + T)
+    pos = np.maximum(np.cumsum(valid, axis=1) - 1, 0)
     return AttendContext(
-        q_pos=jax.lax.dynamic_slice_in_dim(pos, start, T, axis=1),
-        kv_pos=pos,
-        q_slot=start + jnp.arange(T),
-        kv_valid=valid,
+        q_pos=jnp.asarray(pos[:, start : start + T]),
+        kv_pos=jnp.asarray(pos),
+        q_slot=jnp.asarray(start + np.arange(T)),
+        kv_valid=jnp.asarray(valid),
         layer=jnp.asarray(0),
         window=jnp.asarray(S if window is None else window),
         scale=scale,
@@ -58,9 +49,9 @@ def context(T, S, start, *, B=2, window=None, softcap=None, causal=True, pad=(0,
 
 
 def tensors(seed, T, S, *, B=2, H=4, Hkv=2, D=8, dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(seed), 3)
+    rng = np.random.default_rng(seed)
     shapes = (B, H, T, D), (B, Hkv, S, D), (B, Hkv, S, D)
-    return [2 * jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+    return [jnp.asarray(2 * rng.normal(size=shape), dtype) for shape in shapes]
 
 
 # --- full maps -------------------------------------------------------------------------------------------------------
@@ -177,7 +168,7 @@ def test_the_tap_reads_what_dense_attention_computes(case, H, Hkv):
     def tapped(q, k, v, ctx):
         out, (inner, seen) = uncertainty.rauq_tap(dense)(q, k, v, ctx, ({"n": jnp.asarray(3)}, jnp.zeros((2, H))))
         _, (_, row) = uncertainty.answer_attention_tap(dense)(q, k, v, ctx, (None, jnp.zeros((2, S))))
-        return out, inner, seen, row, dense(q, k, v, ctx, None)[0], normalised(q, k, ctx)[:, :, -1]
+        return out, inner, seen, row, dense(q, k, v, ctx, None)[0], softmax(q, k, ctx)[:, :, -1]
 
     out, inner, seen, row, plain, expected = tapped(q, k, v, ctx)
     np.testing.assert_array_equal(out, plain)
@@ -192,6 +183,7 @@ def test_a_fully_masked_row_is_zero():
     ctx = context(1, 8, 4, pad=(0, 8))
     q, k, v = tensors(2, 1, 8)
 
+    @jax.jit
     def seen(q, k):
         both = uncertainty.answer_attention_tap(uncertainty.rauq_tap(dense))
         state = ((None, jnp.zeros((2, 4))), jnp.zeros((2, 8)))
@@ -212,7 +204,7 @@ def test_bfloat16_is_summed_in_float32():
     q, k, v = tensors(3, 1, 64, dtype=jnp.bfloat16)
     seen = uncertainty.rauq_tap(cheap)(q, k, v, ctx, (None, jnp.zeros((2, 4))))[1][1]
     assert seen.dtype == jnp.float32
-    exact = normalised(q.astype(jnp.float32), k.astype(jnp.float32), ctx)[:, :, -1, 60]
+    exact = softmax(q.astype(jnp.float32), k.astype(jnp.float32), ctx)[:, :, -1, 60]
     np.testing.assert_allclose(seen, exact, rtol=1e-4)
 
 
@@ -248,47 +240,41 @@ def test_no_array_of_queries_by_keys(tap):
     assert q.size < B * T * S
 
 
-def test_decoding_with_the_tap_feeds_the_online_score():
-    """A toy decoder: layers in a scan, tokens in a scan, an observer as ``generate`` calls it, against full maps."""
-    L, B, H, Hkv, D, M, N = 3, 2, 4, 2, 8, 4, 6
-    S = M + N
-    keys = jax.random.split(jax.random.key(7), 4)
-    q = 2 * jax.random.normal(keys[0], (L, B, H, S, D))
-    k, v = (2 * jax.random.normal(key, (L, B, Hkv, S, D)) for key in keys[1:3])
-    logp = jnp.log(jax.random.uniform(keys[3], (B, N)))
-    gen_len = jnp.asarray([6, 3])
-    config = RAUQConfig()
-    attend = uncertainty.rauq_tap(dense)
+def test_generating_with_the_tap_feeds_the_online_score():
+    """A small decoder and left padding: the score at the end of the loop against the full maps of a second pass."""
+    B, M, N = 2, 6, 5
+    cfg = models.DecoderConfig("llama", 61, 32, 3, 4, 2, 8, 64, 64)
+    params = jax.tree.map(lambda p: 4 * p, models.init(cfg, jax.random.key(0)))
+    prompt = jnp.asarray(np.random.default_rng(1).integers(0, 61, (B, M)), jnp.int32)
+    mask = jnp.arange(M)[None] >= jnp.asarray([[0], [3]])
+    step = jax.vmap(uncertainty.rauq_step, in_axes=(0, 0, 1, 0))
 
-    @partial(jax.jit, static_argnames="T")
-    def forward(state, start, T):
-        def layer(_, inputs):
-            q, k, v, state = inputs
-            written = context(T, S, start, pad=(0, 1))
-            queries = jax.lax.dynamic_slice_in_dim(q, start, T, axis=2)
-            return None, attend(queries, k, v, written, state)[1]
-
-        return jax.lax.scan(layer, None, (q, k, v, state))[1]
-
-    @jax.jit
     def observe(carry, info):
         _, own = info.state
-        step = jax.vmap(partial(uncertainty.rauq_step, config=config), in_axes=(0, 0, 1, 0))
-        return step(carry, info.logprob, own, info.active), jnp.zeros(B, bool)
+        return step(carry, info.logprob, own, info.active), jnp.zeros_like(info.active)
 
-    state = forward(uncertainty.rauq_tap_init(None, L, B, H), 0, M)
-    assert state[1].shape == (L, B, H)
-    fresh = jax.tree.map(lambda x: jnp.broadcast_to(x, (B, *x.shape)), uncertainty.rauq_init(L, H))
-    carry = fresh
-    for i in range(N):
-        info = StepInfo(jnp.zeros(B, jnp.int32), logp[:, i], logp[:, i], state, i < gen_len)
-        carry, _ = observe(carry, info)
-        state = forward(state, M + i, 1)
-    online = jax.vmap(partial(uncertainty.rauq_finalize, config=config))(carry)
+    out = models.generate(
+        params,
+        cfg,
+        prompt,
+        mask,
+        key=jax.random.key(2),
+        max_new_tokens=N,
+        attend=uncertainty.rauq_tap(dense),
+        state=uncertainty.rauq_tap_init(None, 3, B, 4),
+        observe=observe,
+        carry=jax.tree.map(lambda x: jnp.broadcast_to(x, (B, *x.shape)), uncertainty.rauq_init(3, 4)),
+    )
+    online = jax.vmap(uncertainty.rauq_finalize)(out.carry)
 
-    full = jax.vmap(lambda q, k: normalised(q, k, context(S, S, 0, pad=(0, 1))), out_axes=1)(q, k)
-    prev_attn = uncertainty.previous_token_attention(full, jnp.full(B, M), gen_len, N)
-    batch = uncertainty.rauq(logp, prev_attn, gen_len, config=config)
+    def mapped(q, k, v, ctx, state):
+        return dense(q, k, v, ctx, state)[0], softmax(q, k, ctx)
+
+    state = jnp.zeros((3, B, 4, M + N, M + N))
+    tokens, mask = jnp.hstack([prompt, out.tokens]), jnp.hstack([mask, jnp.ones((B, N), bool)])
+    full = models.apply(params, cfg, tokens, mask=mask, attend=mapped, state=state).state.swapaxes(0, 1)
+    prev_attn = uncertainty.previous_token_attention(full, jnp.full(B, M), out.lengths, N)
+    batch = uncertainty.rauq(out.logprobs, prev_attn, out.lengths)
     np.testing.assert_allclose(online.score, batch.score, rtol=1e-5)
     np.testing.assert_array_equal(online.heads, batch.heads)
 
