@@ -1,4 +1,9 @@
-"""Uncertainty of generated answers. The seam is ``Score``: outputs -> [B], higher = less trustworthy."""
+"""Uncertainty of generated answers. The seam is ``Score``: outputs -> [B], higher = less trustworthy.
+
+``uncertainty.judge`` is a module of its own, loaded on first use: when to trust a judge of answers.
+"""
+
+import importlib
 
 from jaxmeth.uncertainty.baselines import attention_score as attention_score
 from jaxmeth.uncertainty.baselines import mean_token_entropy as mean_token_entropy
@@ -26,3 +31,10 @@ from jaxmeth.uncertainty.taps import previous_token_attention as previous_token_
 from jaxmeth.uncertainty.taps import rauq_tap as rauq_tap
 from jaxmeth.uncertainty.taps import rauq_tap_init as rauq_tap_init
 from jaxmeth.uncertainty.taps import token_signals as token_signals
+
+
+def __getattr__(name: str):
+    # The judge trains a network: optax and Flax's modules take ten times as long to import as the scores.
+    if name == "judge":
+        return importlib.import_module("jaxmeth.uncertainty.judge")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -99,7 +99,7 @@ def middle_layers(num_layers: int, *, full: Sequence[bool] | None = None) -> tup
         out; the middle remains that of the original numbering.
 
     Raises:
-      ConfigError: no layer, or as many flags as there are not layers.
+      ConfigError: no layer, or not one flag a layer.
     """
     if num_layers < 1:
         raise ConfigError(f"num_layers: found {num_layers}, expected at least 1")
@@ -132,7 +132,7 @@ def finish(layer_scores: Array, n: Array, config: RAUQConfig) -> tuple[Array, Ar
 
 def check_layers(layers: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
     """``layers``, by default the middle ones, checked."""
-    layers = middle_layers(num_layers) if layers is None else layers
+    layers = middle_layers(num_layers) if layers is None else tuple(layers)
     if not layers or not all(0 <= layer < num_layers for layer in layers):
         raise ConfigError(f"layers: found {layers}, expected indices in [0, {num_layers}), at least one")
     return layers
@@ -186,8 +186,8 @@ def rauq(
 
     In each layer the head ``h_l`` with the largest mean attention on the previous token is followed:
     ``c_l(1) = s_1``, ``c_l(i) = alpha s_i + (1 - alpha) a[l, h_l, i] c_l(i-1)``; ``u_l = -(1/N) sum_i log c_l(i)``;
-    ``u = max_l u_l`` over Lset. The recurrence runs in the log domain: nothing is clipped, alpha = 1 is perplexity
-    exactly, and alpha = 0, a product of attentions, does not underflow.
+    ``u = max_l u_l`` over Lset. The recurrence runs in the log domain: no probability is clipped, alpha = 1 is
+    perplexity, and alpha = 0, a product of attentions, does not underflow.
 
     Args:
       logp: log-probabilities of the answer's tokens, nats; the end-of-sequence token counts if it was produced.
@@ -220,5 +220,7 @@ def rauq(
         entropy = vocab_size = None
     if tokens == 0:
         empty = jnp.full((rows, len(layers)), config.empty_score, jnp.result_type(jnp.float32, logp.dtype))
-        return RAUQResult(empty[:, 0], empty, jnp.zeros(empty.shape, jnp.int32), jnp.zeros((*empty.shape, 0)))
+        return RAUQResult(
+            empty[:, 0], empty, jnp.zeros(empty.shape, jnp.int32), jnp.zeros((*empty.shape, 0), empty.dtype)
+        )
     return _rauq(logp, prev_attn, gen_len, entropy, vocab_size, layers, config)

@@ -245,6 +245,22 @@ def test_no_array_of_queries_by_keys(tap):
     assert q.size < B * T * S
 
 
+@pytest.mark.parametrize("tap", ["rauq_tap", "answer_attention_tap"])
+def test_decoding_multiplies_queries_and_keys_once(tap):
+    """With one query the tap's products are those of dense attention, written alike: the compiler shares them."""
+    ctx = context(1, 32, 20)
+    q, k, v = tensors(6, 1, 32, D=64)
+    state = (None, jnp.zeros((2, 4) if tap == "rauq_tap" else (2, 32)))
+
+    def flops(attend, state):
+        compiled = jax.jit(lambda q, k, v, state: attend(q, k, v, ctx, state)).lower(q, k, v, state).compile()
+        return compiled.cost_analysis()["flops"]
+
+    plain = flops(dense, None)
+    assert plain > 2 * (2 * 2 * 4 * 32 * 64)
+    assert flops(getattr(uncertainty, tap)(dense), state) < 1.1 * plain
+
+
 def test_generating_with_the_tap_feeds_the_online_score():
     """A small decoder and left padding: the score at the end of the loop against the full maps of a second pass."""
     B, M, N = 2, 6, 5
