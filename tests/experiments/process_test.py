@@ -44,6 +44,15 @@ def test_a_module_runs_by_itself_and_wrong_flags_exit_2(environment, tmp_path):
     assert err.splitlines()[-1] == "error: items: found -1, expected at least 1"
 
 
+@pytest.fixture
+def interruptible():
+    """A process started in the background by a script ignores SIGINT, and so would its children: not here."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_stopped_run_continues_where_it_was(environment, tmp_path, sent, code):
     argv = ("run", "toy", "--preset", "smoke", "--mode", "slow", "--items", 8, "--out", tmp_path)
