@@ -4,16 +4,28 @@ from jaxtyping import Array
 
 from jaxmeth.models import decoder, encoder
 from jaxmeth.models.decoder import DecoderConfig, apply, init_cache
-from jaxmeth.models.encoder import BertConfig, DualEncoderConfig, encode_image, encode_text, similarity
+from jaxmeth.models.encoder import (
+    BertConfig,
+    BertOutput,
+    DualEncoderConfig,
+    TextTowerConfig,
+    VisionTowerConfig,
+    encode_image,
+    encode_text,
+    similarity,
+)
 from jaxmeth.models.generate import generate
 from jaxmeth.models.layers import RopeConfig, linear
 from jaxmeth.types import Params
 
 __all__ = [
     "BertConfig",
+    "BertOutput",
     "DecoderConfig",
     "DualEncoderConfig",
     "RopeConfig",
+    "TextTowerConfig",
+    "VisionTowerConfig",
     "abstract_params",
     "apply",
     "encode_image",
