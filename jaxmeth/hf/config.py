@@ -15,7 +15,7 @@ from typing import Any
 from jaxmeth.hf import config_encoders as encoders
 from jaxmeth.hf.families import FAMILIES, GEMMA3_SIZES, GPT2_NAMES, Family
 from jaxmeth.hf.fields import REQUIRED, Fields
-from jaxmeth.models.decoder import DecoderConfig
+from jaxmeth.models.config import DecoderConfig
 from jaxmeth.models.layers import RopeConfig
 from jaxmeth.types import ConfigError
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxmeth.hf import convert
 from jaxmeth.hf.config import config_from_hf
 from jaxmeth.hf.files import TensorInfo, Weights, show
-from jaxmeth.models.decoder import DecoderConfig
+from jaxmeth.models.config import DecoderConfig
 from jaxmeth.types import ConfigError, WeightsError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "gpt2")

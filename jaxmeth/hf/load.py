@@ -21,7 +21,7 @@ from jaxmeth.hf.files import Weights, open_folder, read_json, refuse_pickle, sho
 from jaxmeth.hf.gguf import open_gguf
 from jaxmeth.hf.save import save
 from jaxmeth.hf.tokenizer import load_tokenizer, tokenizer_from_gguf
-from jaxmeth.models.decoder import DecoderConfig
+from jaxmeth.models.config import DecoderConfig
 from jaxmeth.types import ConfigError, JaxmethError, Params, WeightsError
 
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")

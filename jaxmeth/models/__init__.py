@@ -3,7 +3,8 @@
 from jaxtyping import Array
 
 from jaxmeth.models import decoder, encoder
-from jaxmeth.models.decoder import DecoderConfig, apply, init_cache
+from jaxmeth.models.config import DecoderConfig
+from jaxmeth.models.decoder import apply, init_cache
 from jaxmeth.models.encoder import (
     BertConfig,
     BertOutput,

@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmeth.attention.dense import dense
-from jaxmeth.models.decoder import DecoderConfig, build, check_tokens, init_cache
+from jaxmeth.models.config import DecoderConfig
+from jaxmeth.models.decoder import build, check_tokens, init_cache
 from jaxmeth.models.layers import compute_dtype
 from jaxmeth.types import Attend, Cache, ConfigError, Generation, Observe, Params, State, StepInfo
 

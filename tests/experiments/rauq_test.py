@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import core, questions, rauq
+from experiments import core, gathering, questions, rauq
 from jaxmeth.errors import ConfigError
 
 STORED = os.environ.get("JAXMETH_DATA")  # the plugin fixture takes it out of the environment
@@ -64,7 +64,7 @@ def test_a_bad_question_file_is_named(tmp_path, text, named):
 
 def test_batches_hold_every_prompt_once_and_pad_on_the_left():
     ids = [list(range(1, n + 1)) for n in (5, 2, 9, 3, 8, 8, 1)]
-    batches = rauq._batches(ids, batch=3, pad=4)
+    batches = gathering.batches(ids, batch=3, pad=4)
     assert sorted(r for b in batches for r in b.rows) == list(range(7))
     assert [b.tokens.shape for b in batches] == [(3, 4), (3, 8), (3, 12)]
     for b in batches:
@@ -89,7 +89,7 @@ def test_gathering_equals_full_attention_maps():
     prompts = np.asarray(jax.random.randint(jax.random.key(1), (2, length), 0, 61), np.int32)
     mask = np.arange(length)[None] >= length - np.array(lengths)[:, None]
     stop = np.array([60], np.int32)
-    attend, observe, start = rauq.gatherer(cfg, layers, stop, new)
+    attend, observe, start = gathering.gatherer(cfg, layers, stop, new)
     state, carry = start(2, length)
     out = models.generate(
         params, cfg, prompts, mask, key=jax.random.key(2), max_new_tokens=new, attend=attend, state=state,

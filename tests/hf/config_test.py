@@ -7,7 +7,7 @@ import math
 import pytest
 
 from jaxmeth.hf import config_from_hf, config_to_hf
-from jaxmeth.models.decoder import DecoderConfig
+from jaxmeth.models.config import DecoderConfig
 from jaxmeth.models.layers import RopeConfig
 from jaxmeth.types import ConfigError
 
