@@ -30,7 +30,7 @@ class LinearWeight(Protocol):
     """A weight that is not a plain array: quantised, low-rank adapted, rotated online. A PyTree with one method."""
 
     def matmul(self, x: Array) -> Array:
-        """``x [..., in] -> [..., out]``, what ``x @ kernel`` is for a plain array."""
+        """``x [..., in] -> [..., out]``, what ``x @ weight.T`` is for a plain array."""
         ...
 
 

@@ -104,7 +104,7 @@ def settle(cfg, weights: Weights):
     if not getattr(cfg, "tie_embeddings", False):
         return cfg
     table = {e.paths[0]: e.name for e in names.TABLES[cfg.model_type]}
-    embed, head = rename(table["embed.embedding"]), rename(table["head.kernel"])
+    embed, head = rename(table["embed.embedding"]), rename(table["head.weight"])
     if head not in weights.tensors or embed not in weights.tensors or _equal(weights, embed, head):
         return cfg
     warnings.warn(
@@ -136,7 +136,7 @@ def check(cfg, weights: Weights, *, strict: bool = True) -> list[_Job]:
     missing = sorted(expected - weights.tensors.keys())
     extra = sorted(name for name in weights.tensors.keys() - expected if not re.search(names.BUFFERS, name))
     if getattr(cfg, "tie_embeddings", False):
-        heads = {rename(e.name) for e in names.TABLES[cfg.model_type] if e.paths == ("head.kernel",)}
+        heads = {rename(e.name) for e in names.TABLES[cfg.model_type] if e.paths == ("head.weight",)}
         extra = [name for name in extra if name not in heads]  # equal to the embedding, or settle() would have untied
     if cfg.model_type == "gemma3_text":
         image = [name for name in extra if name.startswith(names.OTHER_HALVES)]

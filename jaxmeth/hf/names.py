@@ -25,43 +25,38 @@ class Layout:
 
 def _row_pairs(w: np.ndarray, leaves: Sequence[np.ndarray], cfg) -> Pairs:
     """The rows of several linear layers one below the other (biases: one after the other)."""
-    ends = np.cumsum([leaf.shape[-1] for leaf in leaves])
-    return [(w[end - leaf.shape[-1] : end].T, leaf) for end, leaf in zip(ends, leaves, strict=True)]
+    ends = np.cumsum([len(leaf) for leaf in leaves])
+    return [(w[end - len(leaf) : end], leaf) for end, leaf in zip(ends, leaves, strict=True)]
 
 
 def _column_pairs(w: np.ndarray, leaves: Sequence[np.ndarray], cfg) -> Pairs:
     """GPT-2's Conv1D keeps [in, out], so fused layers lie side by side."""
-    ends = np.cumsum([leaf.shape[-1] for leaf in leaves])
-    return [(w[..., end - leaf.shape[-1] : end], leaf) for end, leaf in zip(ends, leaves, strict=True)]
+    ends = np.cumsum([len(leaf) for leaf in leaves])
+    return [(w[..., end - len(leaf) : end].T, leaf) for end, leaf in zip(ends, leaves, strict=True)]
 
 
 def _head_pairs(w: np.ndarray, leaves: Sequence[np.ndarray], cfg) -> Pairs:
     """GPT-NeoX fuses q, k and v head by head: rows [H, 3, D]."""
     split = w.reshape(cfg.num_heads, len(leaves), cfg.head_dim, *w.shape[1:])
-    pairs = []
-    for part, leaf in enumerate(leaves):
-        rows = split[:, part]  # [H, D] of a bias, [H, D, in] of a kernel
-        pairs.append((np.moveaxis(rows, -1, 0), leaf.reshape(-1, *rows.shape[:2])) if w.ndim == 2 else
-                     (rows, leaf.reshape(rows.shape)))  # fmt: skip
-    return pairs
+    return [(split[:, part], leaf.reshape(split[:, part].shape)) for part, leaf in enumerate(leaves)]
 
 
 def _patch_pairs(w: np.ndarray, leaves: Sequence[np.ndarray], cfg) -> Pairs:
-    """A convolution whose stride is its kernel: [C, channels, patch, patch] as [C, -1], transposed."""
-    return [(w.reshape(w.shape[0], -1).T, leaves[0])]
+    """A convolution whose stride is its kernel: [C, channels, patch, patch] as [C, -1]."""
+    return [(w.reshape(w.shape[0], -1), leaves[0])]
 
 
 def _rows(shapes: Sequence[Shape], cfg) -> Shape:
-    return (sum(s[-1] for s in shapes), *shapes[0][:-1])
+    return (sum(s[0] for s in shapes), *shapes[0][1:])
 
 
 SAME = Layout(lambda shapes, cfg: shapes[0], lambda w, leaves, cfg: [(w, leaves[0])])
 TRANSPOSED = Layout(lambda shapes, cfg: shapes[0][::-1], lambda w, leaves, cfg: [(w.T, leaves[0])])
 ROWS = Layout(_rows, _row_pairs)
-COLUMNS = Layout(lambda shapes, cfg: (*shapes[0][:-1], sum(s[-1] for s in shapes)), _column_pairs)
+COLUMNS = Layout(lambda shapes, cfg: (*shapes[0][1:], sum(s[0] for s in shapes)), _column_pairs)
 HEADS = Layout(_rows, _head_pairs)
 PATCHES = Layout(
-    lambda shapes, cfg: (shapes[0][1], cfg.vision.num_channels, cfg.vision.patch_size, cfg.vision.patch_size),
+    lambda shapes, cfg: (shapes[0][0], cfg.vision.num_channels, cfg.vision.patch_size, cfg.vision.patch_size),
     _patch_pairs,
 )
 
@@ -74,10 +69,10 @@ class Entry(NamedTuple):
     layout: Layout = SAME
 
 
-def _linear(name: str, *paths: str, layout: Layout = TRANSPOSED, dot: str = ".") -> list[Entry]:
+def _linear(name: str, *paths: str, layout: Layout = SAME, dot: str = ".") -> list[Entry]:
     """Weight and bias of a linear layer; entries whose leaves a configuration lacks are dropped later."""
     return [
-        Entry(f"{name}{dot}weight", tuple(f"{p}.kernel" for p in paths), layout),
+        Entry(f"{name}{dot}weight", tuple(f"{p}.weight" for p in paths), layout),
         Entry(f"{name}{dot}bias", tuple(f"{p}.bias" for p in paths), layout),
     ]
 
@@ -140,9 +135,9 @@ def _gpt2() -> list[Entry]:
         *_norm(f"{layer}ln_1", "layers.attn_norm"),
         *_norm(f"{layer}ln_2", "layers.mlp_norm"),
         *_linear(f"{layer}attn.c_attn", *_QKV, layout=COLUMNS),
-        *_linear(f"{layer}attn.c_proj", "layers.attn.o", layout=SAME),
-        *_linear(f"{layer}mlp.c_fc", "layers.mlp.up", layout=SAME),
-        *_linear(f"{layer}mlp.c_proj", "layers.mlp.down", layout=SAME),
+        *_linear(f"{layer}attn.c_proj", "layers.attn.o", layout=TRANSPOSED),
+        *_linear(f"{layer}mlp.c_fc", "layers.mlp.up", layout=TRANSPOSED),
+        *_linear(f"{layer}mlp.c_proj", "layers.mlp.down", layout=TRANSPOSED),
     ]
 
 
@@ -185,7 +180,7 @@ def _dual() -> list[Entry]:
         _embedding("text_model.embeddings.token_embedding", "text.embed"),
         _embedding("text_model.embeddings.position_embedding", "text.positions"),
         *_norm("text_model.final_layer_norm", "text.norm"),
-        Entry("vision_model.embeddings.patch_embedding.weight", ("vision.patch.kernel",), PATCHES),
+        Entry("vision_model.embeddings.patch_embedding.weight", ("vision.patch.weight",), PATCHES),
         Entry("vision_model.embeddings.patch_embedding.bias", ("vision.patch.bias",)),
         _embedding("vision_model.embeddings.position_embedding", "vision.positions"),
         *_norm("vision_model.post_layernorm", "vision.norm"),

@@ -9,10 +9,10 @@ on a leading axis and scanned, so compile time does not grow with depth. Per lay
 
 Parameter tree (absent where the configuration has no such part; L is the leading layer axis):
 
-    embed.embedding [V,C]   positions.embedding [P,C]   norm.scale/bias [C]   head.kernel [C,V] (none if tied)
+    embed.embedding [V,C]   positions.embedding [P,C]   norm.scale/bias [C]   head.weight [V,C] (none if tied)
     layers.{attn_norm,attn_post_norm,mlp_norm,mlp_post_norm}.scale/bias [L,C]
-    layers.attn.{q,k,v,o}.kernel [L,in,out] /.bias [L,out]   layers.attn.{q_norm,k_norm}.scale
-    layers.mlp.{gate,up,down}.kernel/.bias
+    layers.attn.{q,k,v,o}.weight [L,out,in] /.bias [L,out]   layers.attn.{q_norm,k_norm}.scale
+    layers.mlp.{gate,up,down}.weight/.bias
 """
 
 import dataclasses
@@ -307,7 +307,7 @@ def apply(
     """Logits, hidden states, the extended cache and the attend state of a batch of tokens; compiled once a shape.
 
     Args:
-      params: the tree of the module docstring; linear kernels may be any ``types.LinearWeight``.
+      params: the tree of the module docstring; linear weights may be any ``types.LinearWeight``.
       cfg: static.
       tokens: ids in [0, V).
       mask: True = a real token; None = all. Padding goes on the left where a cache is used.

@@ -1,19 +1,19 @@
 """Encoders: BERT (MiniLM and its kin) and the two towers of CLIP and SigLIP.
 
 Flax NNX modules, always used purely: the parameters are a nested dict, the layers are stacked on a leading axis and
-scanned. Names follow the decoder; a linear kernel is ``[in, out]``. Letters: V vocabulary, C hidden, F intermediate,
+scanned. Names follow the decoder; a linear weight is ``[out, in]``. Letters: V vocabulary, C hidden, F intermediate,
 P positions, L layers, E projection. Parameter tree of ``BertConfig``::
 
     embed.embedding [V, C]
     positions.embedding [P, C]
     token_types.embedding [type_vocab_size, C]
     embed_norm.scale, .bias [C]
-    layers.attn.q, .k, .v, .o .kernel [L, C, C], .bias [L, C]
+    layers.attn.q, .k, .v, .o .weight [L, C, C], .bias [L, C]
     layers.attn_post_norm.scale, .bias [L, C]       # after the residual sum: norm(x + attn(x))
-    layers.mlp.up.kernel [L, C, F], .bias [L, F]
-    layers.mlp.down.kernel [L, F, C], .bias [L, C]
+    layers.mlp.up.weight [L, F, C], .bias [L, F]
+    layers.mlp.down.weight [L, C, F], .bias [L, C]
     layers.mlp_post_norm.scale, .bias [L, C]        # norm(x + mlp(x))
-    pooler.kernel [C, C], .bias [C]                 # only with cfg.pooler; kept for the round trip, never applied
+    pooler.weight [C, C], .bias [C]                 # only with cfg.pooler; kept for the round trip, never applied
 
 Parameter tree of ``DualEncoderConfig`` (C, F, L, P are each tower's own; "clip", "siglip" mark what only one has)::
 
@@ -21,30 +21,29 @@ Parameter tree of ``DualEncoderConfig`` (C, F, L, P are each tower's own; "clip"
     text.positions.embedding [P, C]
     text.layers.*                                   # see below
     text.norm.scale, .bias [C]                      # final_layer_norm
-    text.projection.kernel [C, E]                   # clip: text_projection; siglip: text_model.head
+    text.projection.weight [E, C]                   # clip: text_projection; siglip: text_model.head
     text.projection.bias [E]                        # siglip
-    vision.patch.kernel [channels * patch * patch, C]  # rows ordered (channel, y, x): the convolution's
-                                                       # [C, channels, patch, patch] as [C, -1], transposed
+    vision.patch.weight [C, channels * patch * patch]  # columns ordered (channel, y, x): the convolution's as [C, -1]
     vision.patch.bias [C]                           # siglip
     vision.class_token [C]                          # clip: class_embedding
     vision.positions.embedding [P, C]               # P = patches, + 1 for clip's class token in row 0
     vision.pre_norm.scale, .bias [C]                # clip: pre_layrnorm
     vision.layers.*
     vision.norm.scale, .bias [C]                    # post_layernorm
-    vision.projection.kernel [C, E]                 # clip: visual_projection
+    vision.projection.weight [E, C]                 # clip: visual_projection
     vision.head.probe [1, 1, C]                     # siglip, with all of head.*: attention pooling
-    vision.head.attn.q, .k, .v, .o .kernel [C, C], .bias [C]   # in_proj_weight [3C, C] holds the rows of q, k, v
+    vision.head.attn.q, .k, .v, .o .weight [C, C], .bias [C]   # in_proj_weight [3C, C] holds the rows of q, k, v
     vision.head.norm.scale, .bias [C]
-    vision.head.mlp.up.kernel [C, F], .bias [F]
-    vision.head.mlp.down.kernel [F, C], .bias [C]
+    vision.head.mlp.up.weight [F, C], .bias [F]
+    vision.head.mlp.down.weight [C, F], .bias [C]
     logit_scale []  (clip) or [1] (siglip)          # a logarithm
     logit_bias [1]                                  # siglip
 
     layers.attn_norm.scale, .bias [L, C]            # layer_norm1, before attention
-    layers.attn.q, .k, .v, .o .kernel [L, C, C], .bias [L, C]
+    layers.attn.q, .k, .v, .o .weight [L, C, C], .bias [L, C]
     layers.mlp_norm.scale, .bias [L, C]             # layer_norm2, before the MLP
-    layers.mlp.up.kernel [L, C, F], .bias [L, F]
-    layers.mlp.down.kernel [L, F, C], .bias [L, C]
+    layers.mlp.up.weight [L, F, C], .bias [L, F]
+    layers.mlp.down.weight [L, C, F], .bias [L, C]
 
 ``position_ids`` buffers of older checkpoints are not parameters (they hold 0, 1, 2, ... as int64, which has no gradient
 and which JAX would narrow to int32): they do not belong to the tree and a converter drops them, as newer files do.
@@ -150,7 +149,7 @@ def encode_text(
     even where that is padding: it was trained on rows padded to ``max_positions`` with no mask, so leave ``mask`` None.
 
     Args:
-      params: the tree of the module docstring; linear kernels may be any ``types.LinearWeight``.
+      params: the tree of the module docstring; linear weights may be any ``types.LinearWeight``.
       cfg: static.
       tokens: ids in [0, V).
       mask: True = a real token; None = all.

@@ -31,7 +31,7 @@ def call(capsys):
 def test_converts_and_says_so(call, golden, tmp_path):
     code, out, err = call(golden / "hf" / "phi3", tmp_path / "out")
     assert (code, err) == (0, "")
-    for part in ("embed.embedding", "layers.attn.q.kernel", "float32", "phi3: 21,664 parameters in 12 leaves"):
+    for part in ("embed.embedding", "layers.attn.q.weight", "float32", "phi3: 21,664 parameters in 12 leaves"):
         assert part in out
     assert f"parity: 15 tensors (86,656 bytes) read back from {tmp_path / 'out'} are equal byte for byte" in out
     assert hf.load(tmp_path / "out").cfg == hf.load(golden / "hf" / "phi3").cfg

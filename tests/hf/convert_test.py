@@ -145,7 +145,7 @@ def test_layers_of_different_types_take_the_wider_one(edit):
         )
 
     params = hf.load(edit("llama", mix)).params
-    assert params["layers"]["mlp"]["up"]["kernel"].dtype == jnp.float32
+    assert params["layers"]["mlp"]["up"]["weight"].dtype == jnp.float32
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_tied_with_another_head_takes_the_stored_one(edit, tmp_path):
         checkpoint = hf.load(folder)
     assert not checkpoint.cfg.tie_embeddings
     np.testing.assert_array_equal(
-        checkpoint.params["head"]["kernel"], -np.asarray(checkpoint.params["embed"]["embedding"]).T
+        checkpoint.params["head"]["weight"], -np.asarray(checkpoint.params["embed"]["embedding"])
     )
     hf.save(tmp_path / "out", checkpoint)
     same(folder, tmp_path / "out")

@@ -119,7 +119,7 @@ def test_a_quantised_gguf_becomes_float32(golden, tmp_path):
     for x, y in zip(jax.tree.leaves(got.params), jax.tree.leaves(want.params), strict=True):
         assert x.dtype == jnp.float32
         assert np.abs(np.asarray(x) - np.asarray(y)).max() <= np.abs(np.asarray(y)).max() / 127
-    assert hf.load(tmp_path / "q.gguf", dtype=jnp.bfloat16).params["head"]["kernel"].dtype == jnp.bfloat16
+    assert hf.load(tmp_path / "q.gguf", dtype=jnp.bfloat16).params["head"]["weight"].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -119,18 +119,18 @@ def test_attend_state_is_scanned_with_the_layers():
 
 
 class Doubled(NamedTuple):
-    kernel: jax.Array
+    weight: jax.Array
 
     def matmul(self, x):
-        return 2.0 * (x @ self.kernel)
+        return 2.0 * (x @ self.weight.T)
 
 
 def test_weight_leaves_pass_through_the_scan():
     params = models.init(LLAMA, jax.random.key(0))
     tokens = some_tokens(LLAMA)
     edited, expected = (jax.tree.map(lambda a: a, params) for _ in range(2))
-    edited["layers"]["mlp"]["up"]["kernel"] = Doubled(params["layers"]["mlp"]["up"]["kernel"])
-    expected["layers"]["mlp"]["up"]["kernel"] = 2.0 * params["layers"]["mlp"]["up"]["kernel"]
+    edited["layers"]["mlp"]["up"]["weight"] = Doubled(params["layers"]["mlp"]["up"]["weight"])
+    expected["layers"]["mlp"]["up"]["weight"] = 2.0 * params["layers"]["mlp"]["up"]["weight"]
     np.testing.assert_allclose(
         models.apply(edited, LLAMA, tokens).logits, models.apply(expected, LLAMA, tokens).logits, atol=1e-6
     )

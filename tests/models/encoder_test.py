@@ -108,14 +108,14 @@ def test_tree_is_what_init_makes(cfg):
     found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     assert found == encoder.abstract_params(cfg)
     stacked = params["layers"] if cfg is BERT else params["text"]["layers"]
-    assert stacked["mlp"]["up"]["kernel"].shape == (2, 16, 24)
+    assert stacked["mlp"]["up"]["weight"].shape == (2, 24, 16)
     # Layers start from different keys.
-    assert not np.allclose(*stacked["attn"]["q"]["kernel"])
+    assert not np.allclose(*stacked["attn"]["q"]["weight"])
 
 
 def test_pooler_is_kept_but_never_applied():
     params = params_of(BERT)
-    assert params["pooler"]["kernel"].shape == (16, 16)
+    assert params["pooler"]["weight"].shape == (16, 16)
     without = dataclasses.replace(BERT, pooler=False)
     assert "pooler" not in encoder.abstract_params(without)
     bare = {name: leaf for name, leaf in params.items() if name != "pooler"}
@@ -157,14 +157,14 @@ class Halves(NamedTuple):
     b: jax.Array
 
     def matmul(self, x):
-        return x @ self.a + x @ self.b
+        return x @ self.a.T + x @ self.b.T
 
 
 def test_a_weight_may_be_any_linear_weight():
     params = params_of(BERT)
-    kernel = params["layers"]["attn"]["q"]["kernel"]
+    weight = params["layers"]["attn"]["q"]["weight"]
     edited = params_of(BERT)
-    edited["layers"]["attn"]["q"]["kernel"] = Halves(kernel - 1, jnp.ones_like(kernel))
+    edited["layers"]["attn"]["q"]["weight"] = Halves(weight - 1, jnp.ones_like(weight))
     np.testing.assert_allclose(
         text_vector(edited, BERT, texts()), text_vector(params, BERT, texts()), rtol=0, atol=1e-5
     )
