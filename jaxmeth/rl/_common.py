@@ -1,0 +1,87 @@
+"""What the files of this family share: checks of arguments, and sums over the rollouts of each prompt."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxmeth.types import ConfigError, is_concrete
+
+
+def as_float(x: Any) -> Array:
+    """float32, or float64 where the input has it."""
+    x = jnp.asarray(x)
+    return x.astype(jnp.result_type(jnp.float32, x.dtype))
+
+
+def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
+    allowed = tuple(allowed)
+    if value not in allowed:
+        raise ConfigError(f"{name}: found {value!r}, expected one of {', '.join(allowed)}")
+
+
+def check_number(name: str, value: Any, low: float, high: float = np.inf, *, above: bool = False) -> None:
+    """Raise unless ``low <= value <= high`` (``low < value`` with ``above``); a traced value passes, unread."""
+    if not is_concrete(value):
+        return
+    inside = (low < float(value) if above else low <= float(value)) and float(value) <= high
+    if not inside:
+        bound = f"{'above' if above else 'at least'} {low:g}" + ("" if np.isinf(high) else f" and at most {high:g}")
+        raise ConfigError(f"{name}: found {value}, expected a number {bound}")
+
+
+def check_shape(name: str, array: Array, expected: tuple[int, ...], of: str) -> None:
+    if jnp.shape(array) != expected:
+        raise ConfigError(f"{name}: found shape {jnp.shape(array)}, expected {expected}, that of {of}")
+
+
+class Groups(NamedTuple):
+    """Which rollouts share a prompt: rows of an array [P, G] (``ids`` None), or ids [N] in 0 .. count-1."""
+
+    ids: Array | None
+    count: int
+
+    def total(self, x: Array) -> Array:
+        """Sum over each group, [P]."""
+        return x.sum(1) if self.ids is None else jax.ops.segment_sum(x, self.ids, self.count)
+
+    def highest(self, x: Array) -> Array:
+        """Maximum over each group, [P]; -inf for an empty one."""
+        if self.ids is None:
+            return x.max(1, initial=-jnp.inf)
+        return jax.ops.segment_max(x, self.ids, self.count)
+
+    def spread(self, per_group: Array) -> Array:
+        """[P] -> something that broadcasts against the rollouts."""
+        return per_group[:, None] if self.ids is None else per_group[self.ids]
+
+
+def groups_of(rewards: Array, group_ids: Array | None, num_groups: int | None) -> Groups:
+    """The groups of rewards [P, G], or of rewards [N] with ids."""
+    if group_ids is None:
+        if rewards.ndim != 2:
+            raise ConfigError(f"rewards: found shape {rewards.shape}, expected [P, G], or [N] together with group_ids")
+        return Groups(None, rewards.shape[0])
+    if rewards.ndim != 1:
+        raise ConfigError(f"rewards: found shape {rewards.shape}, expected [N] together with group_ids")
+    check_shape("group_ids", group_ids, rewards.shape, "rewards")
+    if num_groups is None:
+        raise ConfigError("num_groups: found None, expected the number of groups together with group_ids")
+    if is_concrete(group_ids) and rewards.size:
+        low, high = int(group_ids.min()), int(group_ids.max())
+        if low < 0 or high >= num_groups:
+            raise ConfigError(f"group_ids: found {low} to {high}, expected 0 to {num_groups - 1}")
+    return Groups(group_ids, num_groups)
+
+
+def usable(rewards: Array, valid: Array | None) -> tuple[Array, Array]:
+    """Constant rewards with 0 where unusable, and what is usable: valid and finite."""
+    rewards = jax.lax.stop_gradient(as_float(rewards))
+    ok = jnp.isfinite(rewards)
+    if valid is not None:
+        check_shape("valid", valid, rewards.shape, "rewards")
+        ok &= valid != 0
+    return jnp.where(ok, rewards, 0), ok
