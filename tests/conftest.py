@@ -3,8 +3,13 @@
 import os
 from pathlib import Path
 
-# Eight host devices, so that sharded code is tested on any machine; set before JAX starts its backend.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+# Set before JAX starts its backend. Eight host devices: sharded code is tested on any machine. No LLVM optimisation,
+# unless the caller sets a level: compiling is most of the tests' time and takes half as long without. What ships is
+# compiled in full in the slow tests, which .ci/run starts with level 3.
+flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+if "xla_backend_optimization_level" not in flags:
+    flags += " --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = flags.strip()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import jax
