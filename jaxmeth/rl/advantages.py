@@ -36,9 +36,13 @@ class GroupStats(NamedTuple):
     std: Float[Array, " P"]
 
 
-class _Centred(NamedTuple):
-    """Rewards less the mean of their group, in units of ``scale``, so that squares of large rewards stay finite."""
+class Centred(NamedTuple):
+    """Rewards less the mean of their group, in units of ``scale``, so that squares of large rewards stay finite.
 
+    ``rewards`` are as they came, 0 where they are not ``ok``.
+    """
+
+    rewards: Array
     deviation: Array
     mean: Array
     scale: Array
@@ -47,7 +51,8 @@ class _Centred(NamedTuple):
     groups: Groups
 
 
-def _centre(rewards: Array, valid: Array | None, group_ids: Array | None, num_groups: int | None) -> _Centred:
+def centre(rewards: Array, valid: Array | None, group_ids: Array | None, num_groups: int | None) -> Centred:
+    """The beginning of every advantage."""
     groups = groups_of(rewards, group_ids, num_groups)
     r, ok = usable(rewards, valid)
     n = groups.total(ok.astype(r.dtype))
@@ -58,7 +63,7 @@ def _centre(rewards: Array, valid: Array | None, group_ids: Array | None, num_gr
     base = jnp.where(n > 0, low, 0) / scale
     mean = base + groups.total(jnp.where(ok, x - groups.spread(base), 0)) / jnp.maximum(n, 1)
     differs = ok & groups.spread(high > low)
-    return _Centred(jnp.where(differs, x - groups.spread(mean), 0), mean, scale, n, ok, groups)
+    return Centred(r, jnp.where(differs, x - groups.spread(mean), 0), mean, scale, n, ok, groups)
 
 
 def _power_of_two(magnitude: Array) -> Array:
@@ -68,7 +73,7 @@ def _power_of_two(magnitude: Array) -> Array:
     return jax.lax.reduce_precision(bounded, info.bits - info.nmant - 1, 0)
 
 
-def _std(c: _Centred, ddof: int) -> Array:
+def standard_deviation(c: Centred, ddof: int) -> Array:
     check_number("ddof", ddof, 0)
     square = c.groups.total(c.deviation * c.deviation)
     return jnp.where(c.n > ddof, jnp.sqrt(square / jnp.maximum(c.n - ddof, 1)), 0)
@@ -88,8 +93,8 @@ def group_stats(
       rewards: [P, G], or [N] with ``group_ids``.
       valid: the same shape, nonzero = this rollout exists and could be scored; None = all.
     """
-    c = _centre(rewards, valid, group_ids, num_groups)
-    return GroupStats(c.n, c.mean * c.scale, _std(c, ddof) * c.scale)
+    c = centre(rewards, valid, group_ids, num_groups)
+    return GroupStats(c.n, c.mean * c.scale, standard_deviation(c, ddof) * c.scale)
 
 
 def adv_grpo(
@@ -110,15 +115,15 @@ def adv_grpo(
       ddof: 1 in all public code (s with n - 1); 0 is the population value that papers print.
     """
     check_number("eps", eps, 0)
-    c = _centre(rewards, valid, group_ids, num_groups)
-    return _ratio(c.deviation, c.groups.spread(_std(c, ddof) + eps / c.scale))
+    c = centre(rewards, valid, group_ids, num_groups)
+    return _ratio(c.deviation, c.groups.spread(standard_deviation(c, ddof) + eps / c.scale))
 
 
 def adv_dr_grpo(
     rewards: Rewards, valid: Valid = None, *, group_ids: GroupIds = None, num_groups: int | None = None
 ) -> Advantages:
     """Dr. GRPO: ``r - m``, GRPO without the division by the standard deviation."""
-    c = _centre(rewards, valid, group_ids, num_groups)
+    c = centre(rewards, valid, group_ids, num_groups)
     return c.deviation * c.groups.spread(c.scale)
 
 
@@ -126,7 +131,7 @@ def adv_rloo(
     rewards: Rewards, valid: Valid = None, *, group_ids: GroupIds = None, num_groups: int | None = None
 ) -> Advantages:
     """RLOO: the reward less the mean of the *other* rollouts, ``n/(n-1) (r - m)``."""
-    c = _centre(rewards, valid, group_ids, num_groups)
+    c = centre(rewards, valid, group_ids, num_groups)
     return c.deviation * c.groups.spread(c.scale * _ratio(c.n, c.n - 1))
 
 
@@ -145,11 +150,10 @@ def adv_batch_std(
     use :func:`adv_reinforce` on the result.
     """
     check_number("eps", eps, 0)
-    c = _centre(rewards, valid, group_ids, num_groups)
-    r, _ = usable(rewards, valid)
-    whole = _centre(r.reshape(1, -1), c.ok.reshape(1, -1), None, None)
+    c = centre(rewards, valid, group_ids, num_groups)
+    whole = centre(c.rewards.reshape(1, -1), c.ok.reshape(1, -1), None, None)
     scale = whole.scale[0]
-    return _ratio(c.deviation * c.groups.spread(c.scale / scale), _std(whole, ddof)[0] + eps / scale)
+    return _ratio(c.deviation * c.groups.spread(c.scale / scale), standard_deviation(whole, ddof)[0] + eps / scale)
 
 
 def adv_reinforce(
@@ -170,5 +174,5 @@ def group_filter(
 
     Reference: Q. Yu et al., "DAPO", arXiv 2503.14476, section 3.2.
     """
-    c = _centre(rewards, valid, group_ids, num_groups)
+    c = centre(rewards, valid, group_ids, num_groups)
     return c.groups.highest(jnp.abs(c.deviation)) > 0

@@ -36,8 +36,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Num
 
-from jaxmeth.rl._common import as_float, check_choice, check_number, groups_of, usable
-from jaxmeth.rl.advantages import Advantages, GroupIds, Rewards, Valid, adv_dr_grpo, group_stats
+from jaxmeth.rl._common import as_float, check_choice, check_number
+from jaxmeth.rl.advantages import Advantages, GroupIds, Rewards, Valid, centre
 
 WEIGHTS = ("rloo", "dr_grpo", "grpo", "linear_r", "sqrt_r", "uniform_r", "plateau_r")
 CLOCKS = ("regular", "effective")
@@ -57,7 +57,8 @@ def success_rate(
     rewards: Rewards, valid: Valid = None, *, group_ids: GroupIds = None, num_groups: int | None = None
 ) -> Float[Array, " P"]:
     """Mean usable reward of each prompt, clipped to [0, 1]; 0 of none."""
-    return jnp.clip(group_stats(rewards, valid, group_ids=group_ids, num_groups=num_groups).mean, 0, 1)
+    c = centre(rewards, valid, group_ids, num_groups)
+    return jnp.clip(c.mean * c.scale, 0, 1)
 
 
 def effective_weight(
@@ -128,20 +129,18 @@ def adv_prompt_weighted(
     """
     check_choice("zero_success", zero_success, ("keep", "drop"))
     check_number("ddof", ddof, 0, 1)
-    groups = groups_of(rewards, group_ids, num_groups)
-    r, ok = usable(rewards, valid)
-    keywords = {"group_ids": group_ids, "num_groups": num_groups}
-    n, mean, _ = group_stats(rewards, valid, **keywords)
-    p = jnp.clip(mean, 0, 1)
+    c = centre(rewards, valid, group_ids, num_groups)
+    groups, r, n = c.groups, c.rewards, c.n
+    p = jnp.clip(c.mean * c.scale, 0, 1)
     e = effective_weight(weight, p, tau=tau)
     right = jnp.where(p > 0, e / jnp.where(p > 0, p, 1), 0)
     wrong = jnp.where(p < 1, -e / jnp.where(p < 1, 1 - p, 1), 0)
     scale = jnp.asarray(0.0 if zero_success == "drop" else zero_success_scale, r.dtype)
     wrong = jnp.where(p > 0, wrong, wrong * scale)
     binary = jnp.where(r == 1, groups.spread(right), groups.spread(wrong))
-    graded = adv_dr_grpo(rewards, valid, **keywords) * groups.spread(_interior_weight(weight, p, n, tau))
-    is_binary = groups.total((ok & (r != 0) & (r != 1)).astype(r.dtype)) == 0
-    adv = jnp.where(ok, jnp.where(groups.spread(is_binary), binary, graded), 0)
+    graded = c.deviation * groups.spread(c.scale * _interior_weight(weight, p, n, tau))
+    is_binary = groups.total(((r != 0) & (r != 1)).astype(jnp.int32)) == 0
+    adv = jnp.where(c.ok, jnp.where(groups.spread(is_binary), binary, graded), 0)
     if weight == "grpo" and ddof:
         adv = adv * groups.spread(jnp.sqrt(jnp.maximum(n - 1, 0) / jnp.maximum(n, 1)))
     return adv
@@ -167,8 +166,8 @@ class PromptWeight:
     def __call__(
         self, rewards: Rewards, valid: Valid = None, *, group_ids: GroupIds = None, num_groups: int | None = None
     ) -> Float[Array, " P"]:
-        n, mean, _ = group_stats(rewards, valid, group_ids=group_ids, num_groups=num_groups)
-        return _interior_weight(self.weight, jnp.clip(mean, 0, 1), n, self.tau)
+        c = centre(rewards, valid, group_ids, num_groups)
+        return _interior_weight(self.weight, jnp.clip(c.mean * c.scale, 0, 1), c.n, self.tau)
 
 
 def as_prompt_weight(weight: Effective = "linear_r", *, tau: float = 0.5) -> PromptWeight:
@@ -202,10 +201,14 @@ def _cost(clock: Clock, p: Array) -> Array:
     return jnp.ones_like(p) if clock == "regular" else 1 / p
 
 
+def _pair(p0: ArrayLike, p1: ArrayLike) -> Array:
+    return jnp.stack(jnp.broadcast_arrays(as_float(p0), as_float(p1)))
+
+
 def _integral(integrand: Callable[[Array], Array], p0: ArrayLike, p1: ArrayLike) -> Array:
     """``int integrand(p) 2 sqrt(p (1-p)) dtheta`` over [p0, p1], integrand without its root: Gauss-Legendre panels."""
-    dtype = jnp.result_type(jnp.float32, p0, p1)
-    low, high = (jnp.arcsin(jnp.sqrt(jnp.asarray(p, dtype))) for p in (p0, p1))
+    low, high = jnp.arcsin(jnp.sqrt(_pair(p0, p1)))
+    dtype = low.dtype
     x, weight = np.polynomial.legendre.leggauss(_NODES)
     at = ((np.arange(_PANELS)[:, None] + 0.5 + 0.5 * x[None]) / _PANELS).reshape(-1)
     weight = np.tile(weight / (2 * _PANELS), _PANELS)
@@ -258,8 +261,7 @@ def optimal_time(
             return 2 * jnp.arcsin(jnp.sqrt(p))
         return jnp.log(p) - 2 * jnp.log1p(jnp.sqrt(1 - p))  # -2 artanh sqrt(1-p), without cancellation at small p
 
-    ends = jnp.stack([jnp.asarray(p, jnp.result_type(jnp.float32, p0, p1)) for p in (p0, p1)])
-    start, end = primitive(ends)
+    start, end = primitive(_pair(p0, p1))
     return jnp.square(end - start) / budget
 
 

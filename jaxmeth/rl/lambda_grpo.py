@@ -14,6 +14,7 @@ Reference: M. Sullivan and A. Koller, "GRPO is secretly a process reward model",
 coli-saar/grpo-prm. Not the "lambda-GRPO" of arXiv 2510.06870, nor GRPO-lambda, arXiv 2510.00194.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -43,9 +44,12 @@ class _Rows(NamedTuple):
         return jnp.where(self.alive, jnp.take_along_axis(x, self.position, 1), 0)
 
 
-def _align(tokens: Array, alive: Array) -> _Rows:
+def _check_alive(tokens: Array, alive: Array) -> Array:
     check_shape("alive", alive, tokens.shape, "tokens")
-    alive = alive != 0
+    return alive != 0
+
+
+def _align(tokens: Array, alive: Array) -> _Rows:
     n, width = tokens.shape
     position = jnp.cumsum(alive, 1, dtype=jnp.int32) - 1
     column = jnp.where(alive, position, width)
@@ -142,13 +146,20 @@ def process_set_size(
       ConfigError: an unknown method, unequal shapes, a group_size that is not positive or does not divide N.
     """
     check_choice("method", method, METHODS)
-    rows = _align(tokens, alive)
+    alive = _check_alive(tokens, alive)
     if group_ids is not None:
         check_shape("group_ids", group_ids, tokens.shape[:1], "the rows of tokens")
-        return rows.back(_hash(rows, group_ids))
+        return _count(tokens, alive, group_ids, None, "hash")
     _check_groups(tokens, group_size)
+    ids = jnp.arange(tokens.shape[0]) // group_size if method == "hash" else None
+    return _count(tokens, alive, ids, group_size, method)
+
+
+@partial(jax.jit, static_argnames=("group_size", "method"))
+def _count(tokens: Array, alive: Array, ids: Array | None, group_size: int | None, method: str) -> Array:
+    rows = _align(tokens, alive)
     if method == "hash":
-        return rows.back(_hash(rows, jnp.arange(tokens.shape[0]) // group_size))
+        return rows.back(_hash(rows, ids))
     return rows.back((_pairwise if method == "pairwise" else _scan)(rows, group_size))
 
 
@@ -186,9 +197,13 @@ def process_rewards(
     _check_groups(tokens, group_size)
     if rewards.size != tokens.shape[0]:
         raise ConfigError(f"rewards: found shape {rewards.shape}, expected [P, G] with P G = {tokens.shape[0]}")
-    r, ok = usable(rewards, valid)
+    return _mean_reward(tokens, _check_alive(tokens, alive), *usable(rewards, valid))
+
+
+@jax.jit
+def _mean_reward(tokens: Array, alive: Array, r: Array, ok: Array) -> Array:
     rows = _align(tokens, alive)
-    member = _shared_length(rows, group_size)[..., None] > jnp.arange(tokens.shape[1])[None, None, None]
+    member = _shared_length(rows, r.shape[1])[..., None] > jnp.arange(tokens.shape[1])[None, None, None]
     counted = member & ok[:, None, :, None]
     total = jnp.where(counted, r[:, None, :, None], 0).sum(2)
     return rows.back((total / jnp.maximum(counted.sum(2), 1)).reshape(tokens.shape))
@@ -200,12 +215,17 @@ def process_tree_stats(tokens: Tokens, alive: Alive, group_size: int) -> dict[st
     ``mean_weight`` mean of u over real tokens; ``n_steps`` number of steps (maximal runs of tokens with the same set);
     ``mean_step_len`` tokens a step; ``frac_shared`` share of real tokens with |L| > 1. 0 where there are no tokens.
     """
-    size = process_set_size(tokens, alive, group_size)
+    alive = _check_alive(tokens, alive)
+    return _tree(process_set_size(tokens, alive, group_size), alive)
+
+
+@jax.jit
+def _tree(size: Array, alive: Array) -> dict[str, Array]:
     real = size > 0
     weight = jnp.where(real, 1 / jnp.maximum(size, 1), 0)
-    rows = _align(tokens, alive)
     # The sets of a rollout are nested: the set changes exactly where its size does.
-    by_position = _align(size, alive).tokens
+    rows = _align(size, alive)
+    by_position = rows.tokens
     before = jnp.pad(by_position[:, :-1], ((0, 0), (1, 0)))
     starts = rows.back(jnp.where(by_position != before, 1, 0))
     count = jnp.maximum(real.sum(), 1)

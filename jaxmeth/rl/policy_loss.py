@@ -1,6 +1,5 @@
 """The policy loss: five small choices (advantage, prompt weight, token weight, ratio, aggregation) made into one."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,6 +43,8 @@ class RolloutBatch(NamedTuple):
 
 
 Metrics = dict[str, Array]
+Part = Any
+"""A function, or None for one that may be left out. Not annotated closer: ``PolicyLoss`` itself refuses the rest."""
 
 
 def keep_rollouts(batch: RolloutBatch, keep: Num[Array, "..."] | Bool[Array, "..."]) -> RolloutBatch:
@@ -101,17 +102,17 @@ class PolicyLoss:
         shapes that disagree, a group size that does not divide the batch, logp_ref or tokens missing.
     """
 
-    advantage: Callable[..., Any] = adv_grpo
-    prompt_weight: Callable[..., Any] | None = None
-    token_weight: Callable[..., Any] | None = None
-    ratio: Callable[..., Any] = ppo_clip
+    advantage: Part = adv_grpo
+    prompt_weight: Part = None
+    token_weight: Part = None
+    ratio: Part = ppo_clip
     aggregation: str = "token_mean"
     kl_kind: str = "k3"
     beta: float = 0.0
     weight_kl: bool = False
     normalise: str = "tokens"
     max_len: int | None = None
-    group_filter: Callable[..., Any] | None = None
+    group_filter: Part = None
     count_empty_rows: bool = True
     kl_clamp: tuple[float, float] | None = None
     kl_bias_correction: bool = False

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key
 
-from jaxmeth.rl._common import as_float, check_number, check_shape, usable
-from jaxmeth.rl.advantages import Rewards, Valid, group_stats
+from jaxmeth.rl._common import as_float, check_number, check_shape
+from jaxmeth.rl.advantages import Rewards, Valid, centre, group_stats, standard_deviation
 from jaxmeth.types import ConfigError, Params
 
 
@@ -59,16 +59,16 @@ def rif_filter(
     """
     check_number("min_successes", min_successes, 0)
     check_number("success_threshold", success_threshold, -jnp.inf)
-    stats = group_stats(rewards, valid, ddof=0)
-    r, ok = usable(rewards, valid)
-    successes = (ok & (r >= success_threshold)).sum(1)
-    pass_rate = successes / jnp.maximum(stats.n, 1)
-    keep = (stats.n > 0) & (successes >= min_successes)
+    c = centre(rewards, valid, None, None)
+    successes = (c.ok & (c.rewards >= success_threshold)).sum(1)
+    pass_rate = successes / jnp.maximum(c.n, 1)
+    keep = (c.n > 0) & (successes >= min_successes)
     if max_pass_rate is not None:
         check_number("max_pass_rate", max_pass_rate, 0, 1)
         keep &= pass_rate <= max_pass_rate
-    best = jnp.where(ok, r, -jnp.inf).max(1, initial=-jnp.inf)
-    return FilterResult(keep, pass_rate, stats.mean, jnp.square(stats.std), best)
+    best = c.groups.highest(jnp.where(c.ok, c.rewards, -jnp.inf))
+    var = jnp.square(standard_deviation(c, 0) * c.scale)
+    return FilterResult(keep, pass_rate, c.mean * c.scale, var, best)
 
 
 def kept_indices(keep: Bool[Array, " X"], size: int) -> Int[Array, " size"]:

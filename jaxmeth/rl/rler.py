@@ -14,6 +14,7 @@ self-rewarding RL", arXiv 2510.08977. One model with a hard reward is TTRL, arXi
 
 import unicodedata
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from jaxmeth.rl._common import as_float, check_choice, check_number, check_shape
 from jaxmeth.types import ConfigError, is_concrete
 
-# Equal shares round differently.
+# Equal shares and scores round differently.
 _TIE = 1e-6
 _NO_VARIANCE = 1e-12
 
@@ -125,6 +126,13 @@ def ensemble_reward(
     """
     ok = _check_answers(answers, valid, num_answers)
     check_number("gamma", gamma, 0)
+    return _vote(answers, ok, gamma, num_answers, alpha_fn, cross)
+
+
+@partial(jax.jit, static_argnames=("num_answers", "alpha_fn", "cross"))
+def _vote(
+    answers: Array, ok: Array, gamma: Array | float, num_answers: int, alpha_fn: AlphaFn | None, cross: bool
+) -> Ensemble:
     dtype = as_float(0.0).dtype
     models = answers.shape[0]
     parsed = (answers >= 0) & (answers < num_answers)
@@ -147,7 +155,9 @@ def ensemble_reward(
     judge = jnp.broadcast_to(fbar[None], freq.shape)
     if cross:
         others = num_active - active
-        mean = (freq.sum(0)[None] - freq) / jnp.maximum(others, 1)[:, None]
+        # Not the sum less one's own: a share of 0 must stay 0.
+        summed = (freq[None] * (1 - jnp.eye(models, dtype=dtype))[..., None]).sum(1)
+        mean = summed / jnp.maximum(others, 1)[:, None]
         judge = jnp.where((others > 0)[:, None], mean, judge)
     winner, _ = _majority(judge)
     earns = ok & parsed
@@ -189,6 +199,13 @@ def select_rollouts(
     check_number("q_min", q_min, 0, 0.5)
     check_number("kappa", kappa, 0)
     check_shape("ens.reward", ens.reward, answers.shape, "answers")
+    return _select(answers, ok, ens, kappa, q_min, n_sel)
+
+
+@partial(jax.jit, static_argnames="n_sel")
+def _select(
+    answers: Array, ok: Array, ens: Ensemble, kappa: Array | float, q_min: Array | float, n_sel: int
+) -> tuple[Array, Array]:
     num_answers = ens.freq.shape[1] - 1
     parsed = (answers >= 0) & (answers < num_answers)
     active = _active(ens)
@@ -213,8 +230,10 @@ def _active(ens: Ensemble) -> Array:
 
 
 def _best(members: Array, score: Array, count: Array) -> Array:
-    """The ``count`` members with the highest score, the earlier of equals."""
-    order = jnp.argsort(jnp.where(members, -score, jnp.inf), stable=True)
+    """The ``count`` members with the highest score, the earlier of those that are equal but for rounding."""
+    # A step that no simple fraction lies half-way between two multiples of.
+    step = 0.7310585 * (1e-6 if score.dtype == jnp.float32 else 1e-10)
+    order = jnp.argsort(jnp.where(members, -jnp.round(score / step), jnp.inf), stable=True)
     rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
     return members & (rank < count)
 
@@ -337,7 +356,11 @@ def bias_metrics(
     if valid is not None:
         check_shape("valid", valid, reward.shape, "reward")
         ok &= valid != 0
-    right = correct != 0
+    return _bias(reward, correct != 0, confidence, ok, selfbias_kind)
+
+
+@partial(jax.jit, static_argnames="selfbias_kind")
+def _bias(reward: Array, right: Array, confidence: Array, ok: Array, selfbias_kind: str) -> BiasMetrics:
     z, given, conf = right.astype(reward.dtype), jnp.where(ok, reward, 0), as_float(confidence)
     n = jnp.maximum(ok.sum(), 1)
     over = jnp.where(ok, jnp.maximum(given - z, 0) / n, 0).sum()
