@@ -15,6 +15,9 @@ pytestmark = pytest.mark.filterwarnings("error")
 FOLDER = "10-shannon-scaling-law"
 
 
+SLOPES = jax.jit(jax.vmap(jax.value_and_grad(scaling.loss), (None, 0, 0)))
+
+
 @pytest.fixture
 def forward(golden):
     return np.load(golden / FOLDER / "forward.npz")
@@ -27,16 +30,15 @@ def surfaces(function, forward, dtype):
     return jax.jit(jax.vmap(lambda p: function(p, n, d)))(params)
 
 
-@pytest.mark.parametrize("name", ["capacity", "snr", "loss"])
-def test_golden_values_float64(forward, x64, name):
-    np.testing.assert_allclose(surfaces(getattr(scaling, name), forward, jnp.float64), forward[name], rtol=1e-9)
+def everything(p, n, d):
+    return {"capacity": scaling.capacity(p, n, d), "snr": scaling.snr(p, n, d), "loss": scaling.loss(p, n, d)}
 
 
-@pytest.mark.parametrize("name", ["capacity", "snr", "loss"])
-def test_golden_values_float32(forward, name):
-    out = surfaces(getattr(scaling, name), forward, jnp.float32)
-    assert out.dtype == jnp.float32
-    np.testing.assert_allclose(out, forward[name], rtol=2e-5)
+@pytest.mark.parametrize(("dtype", "rtol"), [(jnp.float64, 1e-9), (jnp.float32, 2e-5)])
+def test_golden_values(forward, x64, dtype, rtol):
+    for name, out in surfaces(everything, forward, dtype).items():
+        assert out.dtype == dtype
+        np.testing.assert_allclose(out, forward[name], rtol=rtol, err_msg=name)
 
 
 def test_golden_gradients(forward, x64):
@@ -181,8 +183,7 @@ def test_low_snr_keeps_relative_precision_in_float32():
 @pytest.mark.parametrize("changes", [{}, {"c": 0.0, "d": 0.0}, {"e": 0.0}, {"gamma": 5.0, "delta": 5.0}], ids=str)
 def test_extreme_inputs_give_no_nan_in_value_or_gradient(changes):
     n, d = jnp.asarray([1e-4, 1e6, 1e-6, 1e6]), jnp.asarray([1e-4, 1e6, 1e6, 1e-4])
-    grad = jax.jit(jax.vmap(jax.value_and_grad(scaling.loss), (None, 0, 0)))
-    value, gradient = grad(turning(**changes), n, d)
+    value, gradient = SLOPES(turning(**changes), n, d)
     assert not np.isnan(value).any()
     # A loss of e^138 is infinite in float32, rightly, and so are its slopes.
     fits = np.asarray(value) < 1e30
