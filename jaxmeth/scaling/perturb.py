@@ -81,7 +81,7 @@ def _noise(rng, tree, level, select, stacked):
 
 
 def perturb_round(tree: Any, bits: Real, *, select: Select = matrices) -> Any:
-    """Round to the nearest of ``2^bits`` levels between the extremes of each output channel (last axis).
+    """Round to the nearest of ``2^bits`` levels between the extremes of each output channel (each row: weights are [out, in]).
 
     ``w -> lo + s round((w - lo) / s), s = (hi - lo) / (2^bits - 1)``: weight-only round to nearest. ``bits`` is a
     scalar >= 1 and may be a tracer. A constant channel stays as it is.
@@ -98,7 +98,7 @@ def perturb_round(tree: Any, bits: Real, *, select: Select = matrices) -> Any:
 @partial(jax.jit, static_argnames=("select",))
 def _rounded(tree, width, select):
     def rounded(index, path, w):
-        low, high = w.min(axis=-2, keepdims=True), w.max(axis=-2, keepdims=True)
+        low, high = w.min(axis=-1, keepdims=True), w.max(axis=-1, keepdims=True)
         step = (high - low) / (2.0 ** width.astype(w.dtype) - 1.0)
         safe = jnp.where(step > 0, step, 1.0)
         return jnp.where(step > 0, low + safe * jnp.round((w - low) / safe), w)

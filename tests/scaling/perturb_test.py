@@ -74,8 +74,9 @@ def test_levels_can_be_mapped_over():
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_rounding_leaves_the_levels_of_each_channel_and_is_within_half_a_step(bits):
-    w = jax.random.uniform(jax.random.key(0), (400, 7), minval=-2)
-    out = np.asarray(scaling.perturb_round({"w": w}, bits)["w"])
+    w = jax.random.uniform(jax.random.key(0), (7, 400), minval=-2)
+    out = np.asarray(scaling.perturb_round({"w": w}, bits)["w"]).T
+    w = w.T
     for channel in range(7):
         assert len(np.unique(np.round(out[:, channel], 4))) == 2**bits
         column = np.asarray(w[:, channel])
