@@ -1,7 +1,9 @@
 """What the files of this family share: checks of arguments, and sums over the rollouts of each prompt."""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +40,12 @@ def check_shape(name: str, array: Array, expected: tuple[int, ...], of: str) -> 
         raise ConfigError(f"{name}: found shape {jnp.shape(array)}, expected {expected}, that of {of}")
 
 
-class Groups(NamedTuple):
+@partial(jax.tree_util.register_dataclass, data_fields=["ids"], meta_fields=["count"])
+@dataclass(frozen=True)
+class Groups:
     """Which rollouts share a prompt: rows of an array [P, G] (``ids`` None), or ids [N] in 0 .. count-1."""
 
-    ids: Array | None
+    ids: Any
     count: int
 
     def total(self, x: Array) -> Array:
@@ -79,9 +83,13 @@ def groups_of(rewards: Array, group_ids: Array | None, num_groups: int | None) -
 
 def usable(rewards: Array, valid: Array | None) -> tuple[Array, Array]:
     """Constant rewards with 0 where unusable, and what is usable: valid and finite."""
-    rewards = jax.lax.stop_gradient(as_float(rewards))
-    ok = jnp.isfinite(rewards)
     if valid is not None:
         check_shape("valid", valid, rewards.shape, "rewards")
-        ok &= valid != 0
+    return _usable(rewards, valid)
+
+
+@jax.jit
+def _usable(rewards: Array, valid: Array | None) -> tuple[Array, Array]:
+    rewards = jax.lax.stop_gradient(as_float(rewards))
+    ok = jnp.isfinite(rewards) if valid is None else jnp.isfinite(rewards) & (valid != 0)
     return jnp.where(ok, rewards, 0), ok

@@ -53,8 +53,11 @@ class Centred(NamedTuple):
 
 def centre(rewards: Array, valid: Array | None, group_ids: Array | None, num_groups: int | None) -> Centred:
     """The beginning of every advantage."""
-    groups = groups_of(rewards, group_ids, num_groups)
-    r, ok = usable(rewards, valid)
+    return _centre(*usable(rewards, valid), groups_of(rewards, group_ids, num_groups))
+
+
+@jax.jit
+def _centre(r: Array, ok: Array, groups: Groups) -> Centred:
     n = groups.total(ok.astype(r.dtype))
     high, low = groups.highest(jnp.where(ok, r, -jnp.inf)), -groups.highest(jnp.where(ok, -r, -jnp.inf))
     scale = _power_of_two(jnp.maximum(high, -low))
@@ -75,10 +78,16 @@ def _power_of_two(magnitude: Array) -> Array:
 
 def standard_deviation(c: Centred, ddof: int) -> Array:
     check_number("ddof", ddof, 0)
+    return _standard_deviation(c, ddof)
+
+
+@jax.jit
+def _standard_deviation(c: Centred, ddof: Array | int) -> Array:
     square = c.groups.total(c.deviation * c.deviation)
     return jnp.where(c.n > ddof, jnp.sqrt(square / jnp.maximum(c.n - ddof, 1)), 0)
 
 
+@jax.jit
 def _ratio(a: Array, b: Array) -> Array:
     """a / b, 0 where b is 0."""
     return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)

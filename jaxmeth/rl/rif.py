@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key
 
 from jaxmeth.rl._common import as_float, check_number, check_shape
-from jaxmeth.rl.advantages import Rewards, Valid, centre, group_stats, standard_deviation
+from jaxmeth.rl.advantages import Centred, Rewards, Valid, centre, group_stats, standard_deviation
 from jaxmeth.types import ConfigError, Params
 
 
@@ -59,12 +59,17 @@ def rif_filter(
     """
     check_number("min_successes", min_successes, 0)
     check_number("success_threshold", success_threshold, -jnp.inf)
-    c = centre(rewards, valid, None, None)
+    if max_pass_rate is not None:
+        check_number("max_pass_rate", max_pass_rate, 0, 1)
+    return _filter(centre(rewards, valid, None, None), success_threshold, min_successes, max_pass_rate)
+
+
+@jax.jit
+def _filter(c: Centred, success_threshold: Any, min_successes: Any, max_pass_rate: Any) -> FilterResult:
     successes = (c.ok & (c.rewards >= success_threshold)).sum(1)
     pass_rate = successes / jnp.maximum(c.n, 1)
     keep = (c.n > 0) & (successes >= min_successes)
     if max_pass_rate is not None:
-        check_number("max_pass_rate", max_pass_rate, 0, 1)
         keep &= pass_rate <= max_pass_rate
     best = c.groups.highest(jnp.where(c.ok, c.rewards, -jnp.inf))
     var = jnp.square(standard_deviation(c, 0) * c.scale)
@@ -123,7 +128,12 @@ def continual_metrics(acc: Float[Array, "T _"], base: Float[Array, " _"]) -> Con
     if not tasks or acc.shape[1] != tasks:
         raise ConfigError(f"acc: found shape {acc.shape}, expected [T, T] with T at least 1")
     check_shape("base", base, (tasks,), "acc's tasks")
-    acc, base = as_float(acc), as_float(base)
+    return _continual(as_float(acc), as_float(base))
+
+
+@jax.jit
+def _continual(acc: Array, base: Array) -> ContinualMetrics:
+    tasks = acc.shape[0]
     last, learnt = acc[-1], jnp.diagonal(acc)
     k, j = jnp.arange(tasks)[:, None], jnp.arange(tasks)[None]
     earlier = (k >= j) & (k < tasks - 1)
