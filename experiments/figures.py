@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.jsonio import write_atomically
+from jaxmeth.train.files import write_atomically
 
 STYLE = {
     "font.size": 11,

@@ -4,17 +4,16 @@ import contextlib
 import hashlib
 import json
 import math
-import os
-import tempfile
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from jaxmeth.errors import ConfigError
+from jaxmeth.train.files import write_atomically
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -100,22 +99,6 @@ def config_hash(experiment: str, config: Any, data: Path | None = None) -> str:
     """Eight hex digits over the experiment's name, every field, and the folder of real data in use."""
     content = {"experiment": experiment, "config": encode(config), "data": encode(data)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
-
-
-def write_atomically(path: Path, write: Callable[[typing.BinaryIO], Any]) -> None:
-    """``write`` into a temporary file beside ``path``, sync, rename."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def write_json(path: Path, value: Any) -> None:

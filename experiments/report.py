@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from experiments import show
 from experiments.curves import read_metrics, svg_curves
-from experiments.jsonio import write_atomically
 from experiments.page import SCRIPT, STYLE
 from jaxmeth.errors import ConfigError
+from jaxmeth.train.files import write_atomically
 
 _SIZE = ("smoke", "laptop", "paper")
 

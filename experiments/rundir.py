@@ -14,12 +14,9 @@ chunks of another configuration are never picked up. Files are replaced atomical
 """
 
 import contextlib
-import csv
-import io
 import json
 import os
 import re
-import socket
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
@@ -28,94 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.jsonio import config_hash, encode, read_json, write_atomically, write_json
+from experiments.jsonio import config_hash, encode, read_json, write_json
 from jaxmeth.errors import CheckpointError, ConfigError
-
-try:
-    import fcntl
-except ImportError:  # Windows: no exclusion there
-    fcntl = None
-
-
-def acquire_lock(path: Path) -> int:
-    """Hold ``path`` for this process (its pid and host inside) until it is closed or the process ends, however it ends.
-
-    Raises: ConfigError when another process holds it, or when its text names another host (locks of network file
-    systems are not trusted across hosts: delete the file if that run is gone).
-    """
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        held = False
-        try:
-            if fcntl:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            held = True
-        except OSError:  # a file system without locks: the text below is all there is
-            pass
-        text = os.read(handle, 256).decode(errors="replace").strip()
-        host = text.rpartition(" host ")[2]
-        if held or (text and host != socket.gethostname()):
-            os.close(handle)
-            hint = "wait for it, or give this run another --name"
-            hint = hint if held else f"delete {path} if that process is gone"
-            raise ConfigError(f"{path.parent}: in use by {text or 'another process'}, expected a free folder; {hint}")
-        with contextlib.suppress(FileNotFoundError):
-            if os.stat(path).st_ino == os.fstat(handle).st_ino:  # else the holder removed it between open and lock
-                os.ftruncate(handle, 0)
-                os.pwrite(handle, f"pid {os.getpid()} host {socket.gethostname()}\n".encode(), 0)
-                return handle
-        os.close(handle)
-
-
-class CsvSink:
-    """Metric rows appended to a CSV file as they come; columns join when they first appear.
-
-    A row is identified by (part, step). In a continued run the first step logged for a part drops that part's rows
-    from that step on, so an interruption leaves neither gaps nor duplicates; a half-written last line is dropped.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.columns = ["step", "part"]
-        self._parts: set[str] = set()
-        self._continued = path.exists()
-        if self._continued:
-            self._rewrite(self.rows())
-
-    def write(self, step: int, part: str, values: Mapping[str, Any]) -> None:
-        """Append one row; numbers keep the shortest text that reads back equal in their own type."""
-        new = [k for k in values if k not in self.columns]
-        stale = self._continued and part not in self._parts
-        self._parts.add(part)
-        if new or stale:
-            rows = self.rows()
-            self.columns += new
-            self._rewrite([r for r in rows if not stale or r["part"] != part or int(r["step"]) < step])
-        row = {"step": step, "part": part} | {k: str(np.asarray(v)[()]) for k, v in values.items()}
-        with open(self.path, "a", encoding="utf-8", newline="") as file:
-            file.write(self._lines([row]))
-
-    def rows(self) -> list[dict[str, str]]:
-        """The complete rows so far."""
-        if not self.path.exists():
-            return []
-        text = self.path.read_text(encoding="utf-8").rpartition("\n")[0]
-        reader = csv.DictReader(io.StringIO(text))
-        rows = [r for r in reader if None not in r.values() and None not in r]
-        self.columns = list(dict.fromkeys([*self.columns, *(reader.fieldnames or ())]))
-        return rows
-
-    def _lines(self, rows: list[dict], header: bool = False) -> str:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, self.columns, restval="", lineterminator="\n")
-        if header:
-            writer.writeheader()
-        writer.writerows(rows)
-        return text.getvalue()
-
-    def _rewrite(self, rows: list[dict]) -> None:
-        write_atomically(self.path, lambda file: file.write(self._lines(rows, header=True).encode()))
+from jaxmeth.train.files import acquire_lock, write_atomically
+from jaxmeth.train.sinks import CsvSink
 
 
 class RunDir:

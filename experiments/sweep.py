@@ -26,8 +26,9 @@ from rich.text import Text
 
 from experiments import cli, core, show
 from experiments.failures import Stop, unknown
-from experiments.jsonio import config_hash, read_json, write_atomically, write_json
+from experiments.jsonio import config_hash, read_json, write_json
 from experiments.rundir import config_record, make_folder
+from jaxmeth.train.files import write_atomically
 
 
 @dataclass(frozen=True)

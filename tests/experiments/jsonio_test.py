@@ -120,20 +120,6 @@ def test_the_hash_covers_experiment_fields_and_data():
     assert len(one) == 8
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path):
-    path = tmp_path / "x.json"
-    jsonio.write_json(path, {"a": 1})
-
-    def half(file):
-        file.write(b"{")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        jsonio.write_atomically(path, half)
-    assert jsonio.read_json(path) == {"a": 1}
-    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
-
-
 def test_reading_what_is_no_object(tmp_path):
     path = tmp_path / "x.json"
     for text, message in (("{", "found no JSON"), ("[1]", "found a JSON list")):

@@ -2,14 +2,12 @@
 
 import os
 import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from experiments.jsonio import read_json, write_json
-from experiments.rundir import CsvSink, RunDir, acquire_lock, open_run
+from experiments.rundir import RunDir, open_run
 from jaxmeth.types import CheckpointError, ConfigError
 
 
@@ -152,70 +150,3 @@ def test_the_second_run_in_a_folder_is_refused(opened):
     first.close()
     assert not (first.path / "lock").exists()
     opened(items=3)
-
-
-def test_a_lock_dies_with_its_process(tmp_path):
-    """A killed process leaves the file; the next run on this host takes it over, one on another host does not."""
-    path = tmp_path / "lock"
-    code = (
-        f"import os; from experiments.rundir import acquire_lock; acquire_lock({str(path)!r}); os.kill(os.getpid(), 9)"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == -9
-    assert path.read_text().endswith(f"host {socket.gethostname()}\n")
-    os.close(acquire_lock(path))
-    path.write_text("pid 1 host another-machine\n")
-    with pytest.raises(
-        ConfigError, match=r"in use by pid 1 host another-machine, .* delete .*lock if that process is gone"
-    ):
-        acquire_lock(path)
-
-
-def test_metrics(tmp_path):
-    sink = CsvSink(tmp_path / "metrics.csv")
-    sink.write(0, "", {"loss": np.float32(0.1)})
-    sink.write(1, "", {"loss": 1 / 3})
-    sink.write(1, "eval", {"accuracy": 5})
-    assert (tmp_path / "metrics.csv").read_text() == (
-        "step,part,loss,accuracy\n0,,0.1,\n1,,0.3333333333333333,\n1,eval,,5\n"
-    )
-
-
-def test_metrics_of_a_continued_run_have_no_gap_and_no_duplicate(tmp_path):
-    path = tmp_path / "metrics.csv"
-    whole = CsvSink(path)
-    for step in range(6):
-        for part in ("a", "b"):
-            whole.write(step, part, {"loss": step / 7})
-    expected = path.read_text()
-
-    path.unlink()
-    killed = CsvSink(path)
-    for step in range(5):
-        killed.write(step, "a", {"loss": step / 7})
-        if step < 3:
-            killed.write(step, "b", {"loss": step / 7})
-    with open(path, "a") as file:
-        file.write("3,b,0.42")  # killed inside a line
-    resumed = CsvSink(path)
-    for step in range(3, 6):  # from its last checkpoint, before the last row of part a
-        for part in ("a", "b"):
-            resumed.write(step, part, {"loss": step / 7})
-    assert sorted(path.read_text().splitlines()) == sorted(expected.splitlines())
-    lines = path.read_text().splitlines()
-    assert [line for line in lines if ",a," in line] == [line for line in expected.splitlines() if ",a," in line]
-
-
-def test_metrics_file_cut_anywhere_can_be_continued(tmp_path):
-    path = tmp_path / "metrics.csv"
-    sink = CsvSink(path)
-    for step in range(3):
-        sink.write(step, "a", {"loss": step, "accuracy": -step})
-    whole = path.read_bytes()
-    for cut in range(len(whole) + 1):
-        path.write_bytes(whole[:cut])
-        kept = [int(row["step"]) for row in CsvSink(path).rows()]
-        assert kept == list(range(len(kept)))
-        sink = CsvSink(path)
-        for step in range(len(kept), 3):
-            sink.write(step, "a", {"loss": step, "accuracy": -step})
-        assert path.read_bytes() == whole
