@@ -40,6 +40,12 @@ def check_shape(name: str, array: Array, expected: tuple[int, ...], of: str) -> 
         raise ConfigError(f"{name}: found shape {jnp.shape(array)}, expected {expected}, that of {of}")
 
 
+def extremes(ids: Array) -> tuple[int, int]:
+    """Least and greatest of readable ids; by NumPy, as inside ``jit`` JAX would trace even what is known."""
+    host = np.asarray(ids)
+    return int(host.min()), int(host.max())
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["ids"], meta_fields=["count"])
 @dataclass(frozen=True)
 class Groups:
@@ -75,7 +81,7 @@ def groups_of(rewards: Array, group_ids: Array | None, num_groups: int | None) -
     if num_groups is None:
         raise ConfigError("num_groups: found None, expected the number of groups together with group_ids")
     if is_concrete(group_ids) and rewards.size:
-        low, high = int(group_ids.min()), int(group_ids.max())
+        low, high = extremes(group_ids)
         if low < 0 or high >= num_groups:
             raise ConfigError(f"group_ids: found {low} to {high}, expected 0 to {num_groups - 1}")
     return Groups(group_ids, num_groups)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from jaxmeth.rl._common import as_float, check_choice, check_number, check_shape
+from jaxmeth.rl._common import as_float, check_choice, check_number, check_shape, extremes
 from jaxmeth.types import ConfigError, is_concrete
 
 # Equal shares and scores round differently.
@@ -61,7 +61,7 @@ class Ensemble(NamedTuple):
 def _check_ids(answers: Array, num_answers: int) -> None:
     check_number("num_answers", num_answers, 1)
     if is_concrete(answers) and answers.size:
-        low, high = int(answers.min()), int(answers.max())
+        low, high = extremes(answers)
         if low < -1 or high >= num_answers:
             raise ConfigError(f"answers: found ids {low} to {high}, expected -1 to {num_answers - 1}")
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +26,8 @@ ALL = [rl.adv_grpo, rl.adv_dr_grpo, rl.adv_rloo, rl.adv_batch_std, rl.adv_reinfo
 CENTRED = ALL[:3]
 P, G = 4, 6  # one shape in the hand-made cases
 
-everything = jax.jit(lambda rewards, valid: {f.__name__: f(rewards, valid) for f in ALL})
+gradient = compiled(jax.grad(lambda r: rl.adv_grpo(r, eps=0.0).sum()))
+everything = compiled(lambda rewards, valid: {f.__name__: f(rewards, valid) for f in ALL})
 
 
 @pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
@@ -33,7 +35,7 @@ everything = jax.jit(lambda rewards, valid: {f.__name__: f(rewards, valid) for f
 def test_stored_advantages(golden, file, double):
     with jax.enable_x64(double), np.load(golden / "00-rl-core" / f"{file}.npz") as g:
         rewards = jnp.asarray(g["rewards"], jnp.float64 if double else jnp.float32)
-        found = jax.jit(lambda r: {name: f(r) for name, f in REFERENCE.items()})(rewards)
+        found = compiled(lambda r: {name: f(r) for name, f in REFERENCE.items()})(rewards)
         # Rewards of the last awkward group differ by 1e-7, which float32 does not hold.
         rows = slice(None) if double or file == FILES[0] else slice(-1)
         for name, value in found.items():
@@ -68,7 +70,7 @@ def test_invariants(seed):
 
 def test_scale_leaves_grpo_alone_without_eps():
     rewards = jnp.asarray(np.random.default_rng(0).normal(size=(P, G)), jnp.float32)
-    grpo = jax.jit(partial(rl.adv_grpo, eps=0.0))
+    grpo = compiled(partial(rl.adv_grpo, eps=0.0))
     np.testing.assert_allclose(grpo(rewards), grpo(rewards * 1e-3), rtol=1e-4)
 
 
@@ -76,7 +78,8 @@ def test_binary_rewards_with_population_std():
     """p of G right: sqrt((1-p)/p) and -sqrt(p/(1-p))."""
     rewards = jnp.asarray(np.arange(G)[None] < np.arange(1, 5)[:, None], jnp.float32)
     p = np.arange(1, 5)[:, None] / G
-    found = rl.adv_grpo(rewards, eps=0.0, ddof=0)
+    found = compiled(partial(rl.adv_grpo, eps=0.0, ddof=0))(rewards)
+    rewards = np.asarray(rewards)
     np.testing.assert_allclose(found, np.where(rewards == 1, np.sqrt((1 - p) / p), -np.sqrt(p / (1 - p))), rtol=1e-5)
 
 
@@ -86,7 +89,7 @@ def test_equal_rewards_give_exactly_zero(value):
     rewards = jnp.full((P, G), value, jnp.float32)
     for f in ALL[:4]:
         assert not np.asarray(everything(rewards, jnp.ones((P, G)))[f.__name__]).any()
-    grad = jax.grad(lambda r: rl.adv_grpo(r, eps=0.0).sum())(rewards)
+    grad = gradient(rewards)
     np.testing.assert_array_equal(grad, 0)
     assert not rl.group_filter(rewards).any()
 
@@ -143,7 +146,7 @@ def test_ragged_groups_agree():
     valid[3] = False
     keep = np.flatnonzero(valid.reshape(-1))
     ids = jnp.asarray(np.repeat(np.arange(P), G)[keep])
-    ragged = jax.jit(lambda *args: {f.__name__: f(*args[:2], group_ids=args[2], num_groups=P) for f in ALL})
+    ragged = compiled(lambda *args: {f.__name__: f(*args[:2], group_ids=args[2], num_groups=P) for f in ALL})
     whole = ragged(
         jnp.asarray(rewards.reshape(-1)), jnp.asarray(valid.reshape(-1)), jnp.repeat(jnp.arange(P, dtype=int), G)
     )

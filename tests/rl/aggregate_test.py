@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled
 
 from jaxmeth import rl
 from jaxmeth.types import ConfigError
@@ -17,7 +18,7 @@ def keywords(mode):
     return {"mode": mode, "max_len": MAX_LEN, "group_ids": IDS}
 
 
-@jax.jit
+@compiled
 def everything(x, mask):
     """Each mode, with and without empty rows: (value, gradient)."""
     values = lambda x: {  # noqa: E731
@@ -63,15 +64,15 @@ def test_definitions(made, mode, count_empty):
 def test_equal_lengths_agree():
     x = jnp.asarray(np.random.default_rng(1).normal(size=(N, T)), jnp.float32)
     mask = jnp.ones((N, T), bool)
-    values = [rl.aggregate(x, mask, m) for m in ("token_mean", "seq_mean_token_mean")]
-    values.append(rl.aggregate(x, mask, "token_sum_norm", max_len=T))
-    np.testing.assert_allclose(values, x.mean(), rtol=1e-5)
+    modes = ("token_mean", "seq_mean_token_mean", "token_sum_norm")
+    values = compiled(lambda x: [rl.aggregate(x, mask, mode, max_len=T) for mode in modes])(x)
+    np.testing.assert_allclose(values, np.asarray(x).mean(), rtol=1e-5)
 
 
 def test_masked_columns_change_nothing(made):
     x, mask = made
-    junk = jnp.full((N, 3), jnp.nan)
-    found, _ = everything(jnp.hstack([x, junk]), jnp.hstack([mask, junk > 0]))
+    junk = np.full((N, 3), np.nan, np.float32)
+    found, _ = everything(np.hstack([x, junk]), np.hstack([mask, junk > 0]))
     for name, value in everything(x, mask)[0].items():
         np.testing.assert_allclose(found[name], value, rtol=1e-6, err_msg=name)
 
@@ -84,26 +85,30 @@ def test_nothing_unmasked_is_zero(made):
         np.testing.assert_array_equal(grads[name], 0, err_msg=name)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_no_rows_is_zero(mode):
-    x, mask = jnp.zeros((0, T)), jnp.zeros((0, T), bool)
-    assert rl.aggregate(x, mask, mode, max_len=MAX_LEN, group_ids=IDS[:0]) == 0
+def test_no_rows_is_zero():
+    x, mask, ids = jnp.zeros((0, T)), jnp.zeros((0, T), bool), jnp.zeros(0, int)
+    values = compiled(lambda x: {m: rl.aggregate(x, mask, m, max_len=MAX_LEN, group_ids=ids) for m in MODES})
+    assert values(x) == dict.fromkeys(MODES, 0)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_parts_add_up(made, mode):
+def test_parts_add_up(made):
     """Rows in two parts (groups whole), each over the sum of both denominators."""
-    x, mask = made
-    parts = [slice(0, 5), slice(5, None)]
 
-    def arguments(part):
-        start = IDS[part][0]
-        return {"mode": mode, "max_len": MAX_LEN, "group_ids": IDS[part] - start}
+    @compiled
+    def parts(x, mask):
+        found = {}
+        for mode in MODES:
+            rows = [(x[p], mask[p], IDS[p] - IDS[p][0]) for p in (slice(0, 5), slice(5, None))]
+            total = sum(rl.aggregate_denominator(m, mode, max_len=MAX_LEN, group_ids=ids) for _, m, ids in rows)
+            whole = rl.aggregate_denominator(mask, **keywords(mode))
+            same = {"mode": mode, "max_len": MAX_LEN, "denominator": total}
+            found[mode] = sum(rl.aggregate(a, m, group_ids=ids, **same) for a, m, ids in rows), total, whole
+        return found
 
-    total = sum(rl.aggregate_denominator(mask[p], **arguments(p)) for p in parts)
-    found = sum(rl.aggregate(x[p], mask[p], denominator=total, **arguments(p)) for p in parts)
-    np.testing.assert_allclose(found, everything(x, mask)[0][f"{mode} True"], rtol=1e-6)
-    np.testing.assert_allclose(total, rl.aggregate_denominator(mask, **keywords(mode)))
+    whole, _ = everything(*made)
+    for mode, (found, total, expected) in parts(*made).items():
+        np.testing.assert_allclose(found, whole[f"{mode} True"], rtol=1e-6)
+        assert total == expected > 0
 
 
 def test_weighted_denominator(made):

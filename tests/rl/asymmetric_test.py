@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled
 from scipy.integrate import quad
 
 from jaxmeth import rl
@@ -25,18 +26,18 @@ FOLDER = "15-asymmetric-prompt-weighting"
 P, G = 5, 6
 
 
-@jax.jit
+@compiled
 def everything(rewards, valid):
     return {name: rl.adv_prompt_weighted(rewards, valid, weight=name) for name in WEIGHTS}
 
 
-@jax.jit
+@compiled
 def effective(rate):
     """e and its slope of each weight."""
     return {name: jax.vmap(jax.value_and_grad(partial(rl.effective_weight, name)))(rate) for name in WEIGHTS}
 
 
-@partial(jax.jit, static_argnames="clock")
+@partial(compiled, static_argnames="clock")
 def times(*ends, clock):
     return {name: rl.time_to_target(name, *ends, clock) for name in WEIGHTS}
 
@@ -96,21 +97,27 @@ def test_effective_weight_is_the_coefficient_of_the_update():
 def test_rows_of_the_core():
     rewards, valid = binary()
     found = everything(rewards, valid)
-    np.testing.assert_allclose(found["grpo"], rl.adv_grpo(rewards, valid, eps=0.0, ddof=0), rtol=1e-5, atol=1e-6)
-    sample = rl.adv_prompt_weighted(rewards, valid, weight="grpo", ddof=1)
-    np.testing.assert_allclose(sample, rl.adv_grpo(rewards, valid, eps=0.0), rtol=1e-5, atol=1e-6)
-    n = np.asarray(valid.sum(1, keepdims=True))
-    np.testing.assert_allclose(found["rloo"] * n / (n - 1), rl.adv_rloo(rewards, valid), rtol=1e-5, atol=1e-6)
-    linear = rl.adv_prompt_weighted(rewards, valid, ddof=1)
+
+    @compiled
+    def core(r, v):
+        return rl.adv_grpo(r, v, eps=0.0, ddof=0), rl.adv_grpo(r, v, eps=0.0), rl.adv_rloo(r, v)
+
+    population, sample, rloo = core(rewards, valid)
+    weighted = compiled(lambda r, v: [rl.adv_prompt_weighted(r, v, weight=w, ddof=1) for w in ("grpo", "linear_r")])
+    bessel, linear = weighted(rewards, valid)
+    np.testing.assert_allclose(found["grpo"], population, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(bessel, sample, rtol=1e-5, atol=1e-6)
+    n = np.asarray(valid).sum(1, keepdims=True)
+    np.testing.assert_allclose(found["rloo"] * n / (n - 1), rloo, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(linear, found["linear_r"])
 
 
 def test_as_prompt_weight_agrees_inside():
     rewards, valid = binary()
     centred = np.asarray(rl.adv_dr_grpo(rewards, valid))
+    weights = compiled(lambda *a: {name: rl.as_prompt_weight(name)(*a) for name in WEIGHTS})(rewards, valid)
     for name, adv in everything(rewards, valid).items():
-        w = jax.jit(rl.as_prompt_weight(name))(rewards, valid)
-        product = centred * np.asarray(w)[:, None]
+        product = centred * weights[name][:, None]
         np.testing.assert_allclose(product[[1, 2, 4]], np.asarray(adv)[[1, 2, 4]], rtol=1e-5, atol=1e-6)
         assert not product[[0, 3]].any()
 
@@ -118,7 +125,7 @@ def test_as_prompt_weight_agrees_inside():
 def test_zero_success():
     rewards, valid = binary()
     settings = ({}, {"zero_success": "drop"}, {"zero_success_scale": 0.5})
-    kept, dropped, half = jax.jit(lambda r: [rl.adv_prompt_weighted(r, valid, **k) for k in settings])(rewards)
+    kept, dropped, half = compiled(lambda r: [rl.adv_prompt_weighted(r, valid, **k) for k in settings])(rewards)
     np.testing.assert_array_equal(kept[0], -1)
     np.testing.assert_array_equal(dropped[0], 0)
     np.testing.assert_array_equal(half[0], -0.5)
@@ -132,9 +139,10 @@ def test_zero_success():
 def test_graded_rewards():
     """A usable reward outside {0, 1} makes the prompt graded: w(mean) (r - mean); a masked one does not."""
     rewards = jnp.asarray([[0.25, 0.5, 1.0, 0.0], [0.3, 0.0, 1.0, 0.0], [-3.0, -1.0, -1.0, -1.0]])
-    valid = jnp.ones((3, 4)).at[1, 0].set(0)
-    found = rl.adv_prompt_weighted(rewards, valid)
-    mean = 1.75 / 4
+    valid = np.ones((3, 4))
+    valid[1, 0] = 0
+    found = compiled(rl.adv_prompt_weighted)(rewards, valid)
+    rewards, mean = np.asarray(rewards), 1.75 / 4
     np.testing.assert_allclose(found[0], (rewards[0] - mean) / mean, rtol=1e-5)
     np.testing.assert_allclose(found[1], [0, -1, 2, -1], rtol=1e-6)
     # The mean is clipped to [1/8, 7/8] inside w.
@@ -144,7 +152,7 @@ def test_graded_rewards():
 def test_any_effective_weight():
     rewards, valid = binary()
     settings = ({"weight": lambda p: 1 - p}, *({"weight": "plateau_r", "tau": tau} for tau in (0.0, 1.0)))
-    own, low, high = jax.jit(lambda r: [rl.adv_prompt_weighted(r, valid, **k) for k in settings])(rewards)
+    own, low, high = compiled(lambda r: [rl.adv_prompt_weighted(r, valid, **k) for k in settings])(rewards)
     named = everything(rewards, valid)
     np.testing.assert_allclose(own, named["linear_r"], rtol=1e-6)
     np.testing.assert_allclose(low, named["linear_r"], rtol=1e-6)
@@ -166,16 +174,19 @@ def test_shape_of_the_weights(name):
 def test_degenerate_groups():
     """Cases 30 and 31: NaN rewards, groups of none and of one, no prompts, rewards of 1e30."""
     rewards, valid = binary()
-    spoilt = everything(rewards.at[1, 0].set(jnp.nan).at[2].mul(1e30), valid.at[0].set(False))
-    absent = everything(rewards, valid.at[1, 0].set(False))
+    changed, some, fewer = np.array(rewards), np.array(valid), np.array(valid)
+    changed[1, 0] = np.nan
+    changed[2] *= 1e30
+    some[0] = fewer[1, 0] = False
+    spoilt, absent = everything(changed, some), everything(rewards, fewer)
     for name, adv in spoilt.items():
         assert np.isfinite(adv).all(), name
         assert not np.asarray(adv[0]).any()
         np.testing.assert_array_equal(adv[1], absent[name][1])
         np.testing.assert_array_equal(adv[3:], absent[name][3:])
-    assert rl.adv_prompt_weighted(jnp.zeros((0, 4)), jnp.zeros((0, 4))).shape == (0, 4)
-    np.testing.assert_array_equal(rl.adv_prompt_weighted(jnp.asarray([[0.0], [1.0]])), [[-1], [0]])
-    grad = jax.grad(lambda r: rl.adv_prompt_weighted(r, valid, weight="grpo").sum())(rewards)
+    assert everything(jnp.zeros((0, 4)), jnp.zeros((0, 4)))["grpo"].shape == (0, 4)
+    np.testing.assert_array_equal(everything(jnp.asarray([[0.0], [1.0]]), jnp.ones((2, 1)))["linear_r"], [[-1], [0]])
+    grad = compiled(jax.grad(lambda r: rl.adv_prompt_weighted(r, valid, weight="grpo").sum()))(rewards)
     np.testing.assert_array_equal(grad, 0)
 
 
@@ -183,8 +194,9 @@ def test_ragged_groups_agree():
     rewards, valid = binary()
     keep = np.flatnonzero(np.asarray(valid).reshape(-1))
     ids = jnp.asarray(np.repeat(np.arange(P), G)[keep])
-    found = rl.adv_prompt_weighted(rewards.reshape(-1)[keep], group_ids=ids, num_groups=P, weight="grpo", ddof=1)
-    expected = rl.adv_prompt_weighted(rewards, valid, weight="grpo", ddof=1).reshape(-1)[keep]
+    ragged = compiled(lambda r: rl.adv_prompt_weighted(r, group_ids=ids, num_groups=P, weight="plateau_r"))
+    found = ragged(np.asarray(rewards).reshape(-1)[keep])
+    expected = everything(rewards, valid)["plateau_r"].reshape(-1)[keep]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 

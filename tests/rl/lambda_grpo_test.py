@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled
 
 from jaxmeth import rl
 from jaxmeth.types import ConfigError
@@ -18,27 +19,24 @@ N = P * G
 
 def losses_of(g, dtype):
     """Every stored objective as a function of the bigram table W."""
-    prompt, tokens = jnp.asarray(g["prompt_ids"]), jnp.asarray(g["completion_ids"])
-    previous = jnp.concatenate([prompt[:, -1:], tokens[:, :-1]], 1)
-    rows = jnp.arange(tokens.shape[0])[:, None]
+    previous = jnp.asarray(np.hstack([g["prompt_ids"][:, -1:], g["completion_ids"][:, :-1]]))
+    tokens = jnp.asarray(g["completion_ids"])
     batch = rl.RolloutBatch(jnp.asarray(g["rewards"], dtype), None, tokens, jnp.asarray(g["mask"], dtype))
 
     def logp(w):
-        return jax.nn.log_softmax(w[previous])[rows, jnp.arange(tokens.shape[1])[None], tokens]
+        return jnp.take_along_axis(jax.nn.log_softmax(w[previous]), tokens[..., None], -1)[..., 0]
 
     def losses(w):
-        found = {}
+        found, now = {}, logp(w)
+        reference = batch._replace(logp_ref=logp(jnp.asarray(g["W_ref"], dtype)))
         for mode, aggregation in (("grpo", "seq_mean_token_mean"), ("dapo", "token_mean")):
             for kind, weight in (("lambda", rl.lambda_grpo_weight), ("plain", None)):
                 for beta in (0.0, 0.04):
-                    loss = rl.make_policy_loss(
-                        aggregation=aggregation, token_weight=weight, beta=beta, weight_kl=True
-                    )  # fmt: skip
-                    reference = batch._replace(logp_ref=logp(jnp.asarray(g["W_ref"], dtype)))
-                    found[f"{kind}_{mode}_beta{beta}"] = loss(logp(w), reference)[0]
-        return found
+                    parts = {"aggregation": aggregation, "token_weight": weight, "beta": beta, "weight_kl": True}
+                    found[f"{kind}_{mode}_beta{beta}"], _ = rl.make_policy_loss(**parts)(now, reference)
+        return found, (found, now)
 
-    return losses, logp
+    return losses
 
 
 @pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
@@ -47,16 +45,16 @@ def test_stored_weights_losses_and_gradients(golden, file, double):
     with jax.enable_x64(double), np.load(golden / "17-lambda-grpo" / f"{file}.npz") as g:
         dtype = jnp.float64 if double else jnp.float32
         tolerance = {"rtol": 0, "atol": 1e-9 if double else 1e-5}
-        losses, logp = losses_of(g, dtype)
-        w = jnp.asarray(g["W"], dtype)
-        found, grads, now = jax.jit(lambda w: (losses(w), jax.jacrev(losses)(w), logp(w)))(w)
-        np.testing.assert_allclose(jnp.where(g["mask"] > 0, now, g["logp"]), g["logp"], **tolerance)
+        losses = losses_of(g, dtype)
+        grads, (found, now) = compiled(jax.jacrev(losses, has_aux=True))(jnp.asarray(g["W"], dtype))
+        real = g["mask"] > 0
+        np.testing.assert_allclose(now[real], g["logp"][real], **tolerance)
         for name, value in found.items():
             np.testing.assert_allclose(value, g[f"loss_{name}"], **tolerance, err_msg=name)
             np.testing.assert_allclose(grads[name], g[f"gradW_{name}"], **tolerance, err_msg=name)
-            assert np.asarray(grads[name]).any()
-        tokens, mask = jnp.asarray(g["completion_ids"]), jnp.asarray(g["mask"])
-        weight = rl.lambda_grpo_weight(tokens, mask, int(g["num_generations"]))
+            assert grads[name].any()
+        weight = compiled(rl.lambda_grpo_weight, static_argnums=2)
+        weight = weight(g["completion_ids"], g["mask"], int(g["num_generations"]))
         assert weight.dtype == dtype
         np.testing.assert_allclose(weight, g["weights"] * g["mask"], rtol=1e-7)
         adv = rl.adv_grpo(jnp.asarray(g["rewards"], dtype)).reshape(-1)
@@ -88,7 +86,7 @@ def by_definition(tokens, alive):
     return size
 
 
-sizes = jax.jit(lambda tokens, alive: {m: rl.process_set_size(tokens, alive, G, method=m) for m in METHODS})
+sizes = compiled(lambda tokens, alive: {m: rl.process_set_size(tokens, alive, G, method=m) for m in METHODS})
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -112,7 +110,7 @@ def test_padding_side_and_content_do_not_matter():
 
 def test_invariants():
     tokens, alive = made(2)
-    weight = jax.jit(partial(rl.lambda_grpo_weight, group_size=G))
+    weight = compiled(partial(rl.lambda_grpo_weight, group_size=G))
     u = np.asarray(weight(jnp.asarray(tokens), jnp.asarray(alive)))
     for p in range(P):
         rows = range(p * G, p * G + G)
@@ -129,9 +127,9 @@ def test_invariants():
 
 def test_edges():
     """Identical rollouts 1/G, groups of one 1, prompts never share, nothing real 0, no rows."""
-    same, real = jnp.ones((N, T), int), jnp.ones((N, T), bool)
+    same, real = jnp.ones((N, T), jnp.int32), jnp.ones((N, T), bool)
     for method in METHODS:
-        f = partial(rl.lambda_grpo_weight, method=method)
+        f = compiled(partial(rl.lambda_grpo_weight, method=method), static_argnums=2)
         np.testing.assert_allclose(f(same, real, G), 1 / G)
         np.testing.assert_array_equal(f(same, real, 1), 1)
         np.testing.assert_array_equal(f(same, ~real, G), 0)

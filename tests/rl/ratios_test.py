@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled
 
 from jaxmeth import rl
 from jaxmeth.types import ConfigError
@@ -112,8 +113,8 @@ def test_straight_through_kl(g, found):
 
 def test_stored_clip_fractions(g):
     logp, old, adv, mask = (jnp.asarray(g[k], jnp.float32) for k in ("logp", "logp_old", "adv_used", "mask"))
-    s = partial(rl.ppo_clip, eps_high=0.28)(logp, old, adv, mask)
-    low, high = (rl.aggregate(flag.astype(jnp.float32), mask) for flag in (s.clipped_low, s.clipped_high))
+    s = compiled(partial(rl.ppo_clip, eps_high=0.28))(logp, old, adv, mask)
+    low, high = (flag.sum() / g["mask"].sum() for flag in (s.clipped_low, s.clipped_high))
     np.testing.assert_allclose(low, g["metric_trl_dapo_cliphigher/clip_ratio/low_mean"], rtol=1e-5)
     np.testing.assert_allclose(high, g["metric_trl_dapo_cliphigher/clip_ratio/high_mean"], rtol=1e-5)
     np.testing.assert_allclose(low + high, g["metric_verl_0.2_0.28_c10/actor/pg_clipfrac"], rtol=1e-5)
@@ -144,7 +145,16 @@ def losses(logp, old, adv, mask, aggregation="seq_mean_token_mean"):
     return {f.__name__: rl.aggregate(-f(logp, old, adv, mask).value, mask, aggregation) for f in RATIOS}
 
 
-both = jax.jit(lambda logp, *rest: (losses(logp, *rest), jax.jacrev(lambda x: losses(x, *rest))(logp)))
+@compiled
+def both(logp, *rest):
+    """Value and gradient of each."""
+
+    def twice(x):
+        values = losses(x, *rest)
+        return values, values
+
+    grads, values = jax.jacrev(twice, has_aux=True)(logp)
+    return values, grads
 
 
 def test_on_policy_gradient(made):
@@ -154,9 +164,7 @@ def test_on_policy_gradient(made):
     expected = -adv[:, None] * mask / jnp.maximum(mask.sum(1), 1)[:, None] / N
     for name, grad in grads.items():
         np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-7, err_msg=name)
-    _, absent = jax.jit(lambda x: (losses(x, None, adv, mask), jax.jacrev(lambda y: losses(y, None, adv, mask))(x)))(
-        logp
-    )
+    _, absent = both(logp, None, adv, mask)
     for name, grad in absent.items():
         np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-7, err_msg=name)
 
@@ -166,7 +174,7 @@ def test_masked_positions_play_no_part(made, junk):
     """Case 27, at padding: not in the loss, not in the gradient."""
     logp, old, adv, mask = made
     expected, expected_grads = both(logp, old, adv, mask)
-    spoilt = jnp.where(mask, logp, junk), jnp.where(mask, old, -junk)
+    spoilt = (jnp.asarray(np.where(mask, x, y), jnp.float32) for x, y in ((logp, junk), (old, -junk)))
     found, grads = both(*spoilt, adv, mask)
     for name in found:
         np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
@@ -186,7 +194,7 @@ def test_huge_log_ratios_stay_finite(made, size):
 UNCLAMPED = (rl.ppo_clip, rl.gspo, rl.gmpo, rl.cispo, rl.ripo)
 
 
-@jax.jit
+@compiled
 def unclamped(logp, old, adv, mask):
     def stacked(x):
         return jnp.stack([rl.aggregate(-f(x, old, adv, mask, log_ratio_clamp=None).value, mask) for f in UNCLAMPED])
@@ -204,15 +212,17 @@ def test_huge_log_ratios_without_a_clamp(made, size):
 
 def test_infinite_bounds_are_importance_sampling(made):
     logp, old, adv, mask = made
-    s = rl.ppo_clip(logp, old, adv, mask, eps_low=np.inf, eps_high=np.inf)
-    np.testing.assert_allclose(s.value, jnp.where(mask, jnp.exp(logp - old) * adv[:, None], 0), rtol=1e-6)
+    s = compiled(partial(rl.ppo_clip, eps_low=np.inf, eps_high=np.inf))(*made)
+    logp, old, adv, mask = map(np.asarray, made)
+    np.testing.assert_allclose(s.value, np.where(mask, np.exp(logp - old) * adv[:, None], 0), rtol=1e-6)
     assert not s.clipped_low.any()
     assert not s.clipped_high.any()
 
 
 def test_zero_bounds_keep_what_pulls_back(made):
     logp, old, adv, mask = made
-    grad = jax.grad(lambda x: rl.ppo_clip(x, old, adv, mask, eps_low=0.0).value.sum())(logp)
+    grad = compiled(jax.grad(lambda x: rl.ppo_clip(x, old, adv, mask, eps_low=0.0).value.sum()))(logp)
+    logp, old, adv, mask = map(np.asarray, made)
     back = mask & ((logp - old) * adv[:, None] < 0)
     np.testing.assert_array_equal(grad != 0, back)
     assert back.any()
@@ -230,7 +240,7 @@ def test_definition_of_the_clip(made, keywords):
     expected = np.minimum(np.minimum(r, keywords.get("delta", np.inf)) * a, clipped * a)
     if "dual_clip" in keywords:
         expected = np.where(a < 0, np.maximum(expected, keywords["dual_clip"] * a), expected)
-    found = rl.ppo_clip(*made, **keywords).value
+    found = compiled(partial(rl.ppo_clip, **keywords))(*made).value
     np.testing.assert_allclose(found, np.where(mask > 0, expected, 0), rtol=1e-5)
 
 
@@ -284,12 +294,11 @@ def test_finite_differences(made):
 def test_low_precision_is_subtracted_in_float32(made):
     logp, old, adv, mask = made
     low = logp.astype(jnp.bfloat16)
-    assert rl.ppo_clip(low, old, adv, mask).value.dtype == jnp.float32
-    found = jax.grad(lambda x: rl.ppo_clip(x, old, adv, mask).value.sum())(low)
-    assert found.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(
-        rl.ppo_clip(low, old, adv, mask).value, rl.ppo_clip(low.astype(jnp.float32), old, adv, mask).value
-    )
+    loss = compiled(jax.value_and_grad(lambda x: rl.ppo_clip(x, old, adv, mask).value.sum()))
+    (value, grad), (expected, _) = loss(low), loss(low.astype(jnp.float32))
+    assert value.dtype == np.float32
+    assert grad.dtype == jnp.bfloat16
+    assert value == expected
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled
 
 from jaxmeth import rl
 from jaxmeth.types import ConfigError
@@ -24,7 +25,7 @@ def test_stored_filters_and_metrics(golden, file, double):
     with jax.enable_x64(double), np.load(golden / "08-rif-rft" / f"{file}.npz") as g:
         dtype, rtol = (jnp.float64, 1e-9) if double else (jnp.float32, 1e-5)
         rewards, valid = jnp.asarray(g["rewards"], dtype), jnp.asarray(g["valid"], dtype)
-        found = jax.jit(lambda r, v: {name: rl.rif_filter(r, v, **k) for name, k in SETTINGS.items()})(rewards, valid)
+        found = compiled(lambda r, v: {name: rl.rif_filter(r, v, **k) for name, k in SETTINGS.items()})(rewards, valid)
         for name, result in found.items():
             np.testing.assert_array_equal(result.keep, g[f"{name}/keep"], err_msg=name)
             for field in ("pass_rate", "mean", "var", "best"):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled
 
 from jaxmeth import rl
 from jaxmeth.types import ConfigError
@@ -37,7 +38,7 @@ def test_stored_values_and_gradients(golden, file, double):
             }
             return found, rl.fisher_distance(x, old)
 
-        found, distance = jax.jit(everything)(logp)
+        found, distance = compiled(everything)(logp)
         counts = g["mask"] > 0
 
         def close(value, key, where=slice(None)):
@@ -63,28 +64,29 @@ def test_stored_values_and_gradients(golden, file, double):
     [(0.02, 0.8, 0.1581, 0.9265), (0.02, 0.01, 1.4142, 0.02414), (0.05, 1.0, 0.2236, 1.2236)],
 )
 def test_worked_numbers(delta, p, radius, largest):
-    _, upper = rl.ripo_bounds(jnp.log(jnp.asarray([p])), delta_low=delta)
+    _, upper = compiled(partial(rl.ripo_bounds, delta_low=delta))(np.log(np.asarray([p], np.float32)))
     np.testing.assert_allclose(upper[0] - 1, radius, rtol=1e-3)
     np.testing.assert_allclose(p * upper[0], largest, rtol=1e-3)
 
 
 def test_every_bound_is_equally_far(x64):
     """Case of the definition: half of delta for every p, which fixed bounds miss by three orders."""
-    logp_old = jnp.linspace(-12.0, 0, 50)
-    lower, upper = rl.ripo_bounds(logp_old, delta_low=0.03, delta_high=0.07, r_min=None, r_max=None)
-    np.testing.assert_allclose(rl.fisher_distance(logp_old + jnp.log(upper), logp_old), 0.035, rtol=1e-6)
+    logp_old, distance = np.linspace(-12.0, 0, 50), compiled(rl.fisher_distance)
+    bounds = partial(rl.ripo_bounds, delta_low=0.03, delta_high=0.07, r_min=None, r_max=None)
+    lower, upper = compiled(bounds)(logp_old)
+    np.testing.assert_allclose(distance(logp_old + np.log(upper), logp_old), 0.035, rtol=1e-6)
     inside = lower > 0
     assert inside.sum() > 5
-    at = jnp.where(inside, lower, 1)
-    np.testing.assert_allclose(rl.fisher_distance(logp_old + jnp.log(at), logp_old)[inside], 0.015, rtol=1e-6)
+    at = np.where(inside, lower, 1)
+    np.testing.assert_allclose(distance(logp_old + np.log(at), logp_old)[inside], 0.015, rtol=1e-6)
     assert (np.diff(upper) < 0).all()
-    second_moment = jnp.exp(logp_old) * upper**2
-    np.testing.assert_allclose(second_moment, (jnp.exp(logp_old / 2) + 0.07**0.5) ** 2, rtol=1e-9)
+    second_moment = np.exp(logp_old) * upper**2
+    np.testing.assert_allclose(second_moment, (np.exp(logp_old / 2) + 0.07**0.5) ** 2, rtol=1e-9)
     np.testing.assert_allclose(second_moment[0], 0.07, rtol=0.02)
 
 
 def test_default_is_looser_than_fixed_clipping_everywhere():
-    lower, upper = rl.ripo_bounds(jnp.linspace(-20, 0, 40))
+    lower, upper = compiled(rl.ripo_bounds)(np.linspace(-20, 0, 40, dtype=np.float32))
     assert (upper > 1.2).all()
     assert (lower < 0.8).all()
     assert upper.max() == 10
@@ -102,21 +104,22 @@ def made():
 def test_limits_of_delta(made):
     logp, old, adv, mask = made
     free = partial(rl.ripo, r_min=None, r_max=None)
-    s = free(*made, delta_low=jnp.inf)
-    np.testing.assert_allclose(s.value, jnp.where(mask, jnp.exp(logp - old) * adv[:, None], 0), rtol=1e-5)
-    grad = jax.grad(lambda x: free(x, old, adv, mask, delta_low=0.0).value.sum())(logp)
+    s = compiled(partial(free, delta_low=np.inf))(*made)
+    grad = compiled(jax.grad(lambda x: free(x, old, adv, mask, delta_low=0.0).value.sum()))(logp)
+    logp, old, adv, mask = map(np.asarray, made)
+    np.testing.assert_allclose(s.value, np.where(mask, np.exp(logp - old) * adv[:, None], 0), rtol=1e-5)
     np.testing.assert_array_equal(grad != 0, mask & ((logp - old) * adv[:, None] < 0))
 
 
 def test_on_policy_is_grpo(made):
     logp, _, adv, mask = made
     for old in (None, logp):
-        ours, theirs = (jax.jit(f)(logp, old, adv, mask) for f in (rl.ripo, rl.ppo_clip))
+        ours, theirs = (compiled(f)(logp, old, adv, mask) for f in (rl.ripo, rl.ppo_clip))
         jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 def test_no_gradient_through_the_bounds(made):
-    grads = jax.grad(lambda old: sum(b.sum() for b in rl.ripo_bounds(old)))(made[1])
+    grads = compiled(jax.grad(lambda old: sum(b.sum() for b in rl.ripo_bounds(old))))(made[1])
     assert not np.asarray(grads).any()
 
 
@@ -125,7 +128,7 @@ def test_extreme_old_probabilities(dtype):
     """-100 stays finite, 0 is p = 1, and a rounding error above 0 counts as 0."""
     old = jnp.asarray([-1e4, -100.0, 0.0, 0.25], dtype)
 
-    @jax.jit
+    @compiled
     def every(old):
         guards = ({}, {"r_min": None, "r_max": None}, {"r_min": None})
         return [rl.ripo_bounds(old, **g) for g in guards] + [rl.dcpo_bounds(old), rl.dcpo_bounds(old, cap=None)]
@@ -133,14 +136,14 @@ def test_extreme_old_probabilities(dtype):
     for bound in jax.tree.leaves(every(old)):
         assert bound.dtype == jnp.float32
         assert np.isfinite(bound).all()
-    np.testing.assert_allclose(rl.ripo_bounds(old)[1][2:], 1 + 0.05**0.5, rtol=1e-6)
-    far = rl.fisher_distance(jnp.asarray([-1.0, -200.0, 0.0, -3.0]), jnp.asarray([-300.0, -1.0, -90.0, -3.0]))
+    np.testing.assert_allclose(every(old)[0][1][2:], 1 + 0.05**0.5, rtol=1e-6)
+    far = compiled(rl.fisher_distance)(jnp.asarray([-1.0, -200.0, 0.0, -3.0]), jnp.asarray([-300.0, -1.0, -90.0, -3.0]))
     assert not np.isnan(far).any()
     assert far[3] == 0
 
 
 def test_dcpo_bounds():
-    lower, upper = rl.dcpo_bounds(jnp.log(jnp.asarray([1.0, 0.5, 0.01])))
+    lower, upper = compiled(rl.dcpo_bounds)(np.log(np.asarray([1.0, 0.5, 0.01], np.float32)))
     np.testing.assert_allclose(lower, [0.8, 0.5, 0.5], atol=1e-6)
     expected = [0.5 + 0.5 * 1.8**0.5, 0.5 + 0.5 * 2.6**0.5, 0.5 + 0.5 * 81**0.5]
     np.testing.assert_allclose(upper, expected, rtol=1e-6)
@@ -148,11 +151,11 @@ def test_dcpo_bounds():
 
 def test_dcpo_clips_at_its_bounds(made):
     logp, old, adv, mask = made
-    s = rl.dcpo(*made)
-    lower, upper = rl.dcpo_bounds(old)
-    ratio = jnp.exp(logp - old)
-    expected = jnp.minimum(ratio * adv[:, None], jnp.clip(ratio, lower, upper) * adv[:, None])
-    np.testing.assert_allclose(s.value, jnp.where(mask, expected, 0), rtol=1e-5)
+    s, (lower, upper) = compiled(rl.dcpo)(*made), compiled(rl.dcpo_bounds)(old)
+    logp, old, adv, mask = map(np.asarray, made)
+    ratio = np.exp(logp - old)
+    expected = np.minimum(ratio * adv[:, None], np.clip(ratio, lower, upper) * adv[:, None])
+    np.testing.assert_allclose(s.value, np.where(mask, expected, 0), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

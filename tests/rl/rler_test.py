@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled
 
 from jaxmeth import rl
 from jaxmeth.types import ConfigError
@@ -21,16 +22,16 @@ FIELDS = {
 K, n, A = 2, 6, 4  # one shape in the hand-made cases
 
 
-@partial(jax.jit, static_argnames=("num_answers", "n_sel", "cross"))
+@partial(compiled, static_argnames=("num_answers", "n_sel", "cross"))
 def everything(answers, valid, num_answers, n_sel, cross):
-    def one(a, v):
+    def prompt(a, v):
         ens = rl.ensemble_reward(a, v, num_answers, cross=cross)
         return ens, *rl.select_rollouts(a, v, ens, n_sel)
 
-    return jax.vmap(one)(answers, valid)
+    return jax.vmap(prompt)(answers, valid)
 
 
-metrics = jax.jit(rl.bias_metrics, static_argnames="selfbias_kind")
+metrics = compiled(rl.bias_metrics, static_argnames="selfbias_kind")
 
 
 @pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
@@ -72,14 +73,22 @@ one = jax.jit(partial(rl.ensemble_reward, num_answers=A), static_argnames=("cros
 
 def test_one_model():
     """K = 1: no disagreement, alpha = c^gamma, the hard reward is TTRL's, and its soft reward is the share."""
-    answers, valid = votes(0)
-    for a, v in zip(answers[:, :1], valid[:, :1], strict=True):
-        ens = one(a, v)
-        assert ens.disagreement == 0
-        np.testing.assert_allclose(one(a, v, gamma=2.0).alpha, ens.conf**2, rtol=1e-6)
-        np.testing.assert_allclose(one(a, v, alpha_fn=_always).reward, ens.hard)
-        np.testing.assert_allclose(one(a, v, alpha_fn=_never).reward, ens.soft)
-        np.testing.assert_array_equal(ens.hard[0] == 1, (a[0] == ens.majority) & (a[0] >= 0) & v[0])
+
+    @compiled
+    @jax.vmap
+    def four(a, v):
+        settings = ({}, {"gamma": 2.0}, {"alpha_fn": _always}, {"alpha_fn": _never})
+        return [rl.ensemble_reward(a, v, A, **k) for k in settings]
+
+    answers, valid = (np.asarray(x)[:, :1] for x in votes(0))
+    ens, squared, hard, soft = four(answers, valid)
+    assert not ens.disagreement.any()
+    np.testing.assert_allclose(squared.alpha, ens.conf**2, rtol=1e-6)
+    np.testing.assert_allclose(hard.reward, ens.hard)
+    np.testing.assert_allclose(soft.reward, ens.soft)
+    winner = ens.majority[:, None, None]
+    np.testing.assert_array_equal(ens.hard == 1, (answers == winner) & (answers >= 0) & valid)
+    assert ens.hard.any()
 
 
 def _always(conf, disagreement):
@@ -120,7 +129,7 @@ def test_invariants():
     np.testing.assert_allclose(renamed.reward[clear], ens.reward[clear], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("n_sel", [1, 4, 5, K * n + 3])
+@pytest.mark.parametrize("n_sel", [4, 5, *(pytest.param(m, marks=pytest.mark.slow) for m in (1, K * n + 3))])
 def test_selection(n_sel):
     answers, valid = votes(2, prompts=12)
     ens, selected, _ = everything(answers, valid, A, n_sel, False)
@@ -253,3 +262,11 @@ def test_bad_input_names_the_field(call, field):
     answers, valid = votes(5)
     with pytest.raises(ConfigError, match=f"^{field}: found"):
         call(answers[0].at[0, 0].set(2), valid[0])
+
+
+def test_votes_known_while_tracing():
+    """Answers that a jitted function closes over are checked, not traced."""
+    answers = jnp.asarray([[0, 1], [1, 1]])
+    assert compiled(lambda gamma: rl.ensemble_reward(answers, None, 2, gamma=gamma))(1.0).majority == 1
+    with pytest.raises(ConfigError, match=r"^answers: found"):
+        jax.jit(lambda gamma: rl.ensemble_reward(answers, None, 1, gamma=gamma))(1.0)
