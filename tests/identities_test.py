@@ -3,12 +3,14 @@
 A row is ``name: function``; the function returns ``(method at the neutral setting, baseline)``, two trees of arrays.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmeth import risk, scaling, uncertainty
+from jaxmeth import risk, rl, scaling, uncertainty
 
 
 def rauq():
@@ -46,11 +48,75 @@ def shannon():
     return scaling.loss(params, n, d), jnp.log(2.0) * 0.5 / (0.2 * 1e-9 * n**0.3 * d**0.4)
 
 
+def rollouts(first_tokens=(0, 1, 2, 3)):
+    """Log-probabilities and a batch of three prompts, four rollouts each, with these first tokens."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    logp = -jax.random.exponential(keys[0], (12, 5))
+    tokens = jnp.ones((12, 5), jnp.int32).at[:, 0].set(jnp.tile(jnp.asarray(first_tokens), 3))
+    old = logp + 0.3 * jax.random.normal(keys[1], logp.shape)
+    mask = jax.random.bernoulli(keys[2], 0.8, logp.shape).at[:, 0].set(True)
+    return logp, rl.RolloutBatch(jax.random.uniform(keys[3], (3, 4)), None, tokens, mask, old)
+
+
+def value_and_gradient(loss, logp, batch):
+    return jax.jit(jax.value_and_grad(lambda x: loss(x, batch)[0]))(logp)
+
+
+def asymmetric():
+    """Every prompt at weight 1; and GRPO's own weight with the sample standard deviation."""
+    logp, batch = rollouts()
+    rewards = jnp.asarray([[0.0, 1.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0]])
+    weighted = rl.presets.grpo(prompt_weight=lambda rewards, valid: jnp.ones(rewards.shape[0]))
+    return (
+        (value_and_gradient(weighted, logp, batch), rl.adv_prompt_weighted(rewards, weight="grpo", ddof=1)),
+        (value_and_gradient(rl.presets.grpo(), logp, batch), rl.adv_grpo(rewards, eps=0.0)),
+    )
+
+
+def lambda_grpo():
+    """No rollout shares its first token with another: all process sets have one member."""
+    logp, batch = rollouts()
+    weighted = rl.presets.grpo(token_weight=rl.lambda_grpo_weight)
+    return value_and_gradient(weighted, logp, batch), value_and_gradient(rl.presets.grpo(), logp, batch)
+
+
+def ripo():
+    """All old probabilities are p, and delta = 0.2^2 p: the fixed clip at 0.2."""
+    logp, batch = rollouts()
+    old = jnp.full_like(logp, jnp.log(0.3))
+    batch = batch._replace(logp_old=old)
+    bounds = functools.partial(rl.ripo, delta_low=0.04 * 0.3, r_min=None, r_max=None)
+    near = old + 0.5 * (logp - logp.mean())
+    isometric, fixed = rl.presets.grpo(ratio=bounds), rl.presets.grpo()
+    return value_and_gradient(isometric, near, batch), value_and_gradient(fixed, near, batch)
+
+
+def rler():
+    """One model and a hard reward: TTRL's majority vote."""
+    answers = jnp.asarray([[2, 0, 2, -1, 1, 2]])
+    ensemble = rl.ensemble_reward(answers, None, 3, alpha_fn=lambda confidence, disagreement: 1.0)
+    return ensemble.reward, (answers == 2).astype(jnp.float32)
+
+
+def rif():
+    """A filter that asks for no success keeps every instance: the loss is that of the whole batch."""
+    logp, batch = rollouts()
+    kept = rl.rif_filter(batch.rewards, min_successes=0).keep
+    filtered = rl.keep_rollouts(batch, jnp.broadcast_to(kept[:, None], batch.rewards.shape))
+    loss = rl.presets.dapo()
+    return value_and_gradient(loss, logp, filtered), value_and_gradient(loss, logp, batch)
+
+
 IDENTITIES = {
     "rauq: alpha 1 = perplexity": rauq,
     "budget: no lower schedule = upper rule": budget,
     "judge: equal weights = simulated annotators": judge,
     "shannon: no growing noise, low SNR = a power law": shannon,
+    "asymmetric: weight 1 = GRPO": asymmetric,
+    "lambda-GRPO: process sets of one = GRPO": lambda_grpo,
+    "RIPO: equal old probabilities = a fixed clip": ripo,
+    "RLER: one model, hard = majority reward": rler,
+    "RIF: no success asked for = the whole batch": rif,
 }
 
 
