@@ -13,8 +13,8 @@ from jaxmeth.errors import ConfigError
 _SPAN, _HOLE = 1e9, 1e5
 # Tokens a parameter, from a large model tuned briefly to a tiny one trained for long.
 _RATIO = (1e-5, 1e7)
-# The least typical size, over n0: a hundred parameters in counts.
-_SMALLEST = 1e-7
+# The least typical size, over n0: three thousand parameters in counts.
+_SMALLEST = 3e-6
 
 
 def check_points(
@@ -67,9 +67,9 @@ def _units(n, d, y, used, n0, d0, where, names):
         rows = used[np.argsort(column[used], kind="stable")]
         values = column[rows]
         hole = int(np.argmax(values[1:] / values[:-1]))
-        wide = values[-1] / values[0] >= _SPAN
-        if wide or values[hole + 1] / values[hole] >= _HOLE:
-            low, high = (rows[0], rows[-1]) if wide else (rows[hole], rows[hole + 1])
+        split = values[hole + 1] / values[hole] >= _HOLE
+        if split or values[-1] / values[0] >= _SPAN:
+            low, high = (rows[hole], rows[hole + 1]) if split else (rows[0], rows[-1])
             raise ConfigError(
                 f"{name}: found {column[low]:g} ({where(low)}) beside {column[high]:g} ({where(high)}), expected one "
                 "unit: are counts mixed with billions or millions?"

@@ -353,22 +353,28 @@ def bootstrap(
     independent, so give its index. ``n, d, y, x, weights`` and the objective are those of the fit. Consumes ``rng``.
     Reference: Efron and Tibshirani, "An Introduction to the Bootstrap", chapter 6.
 
-    Raises: ConfigError where ``resamples`` or ``lanes`` is below 1 or a shape differs.
+    Not under ``jit``: how many are drawn depends on the data.
+
+    Raises: ConfigError where ``resamples`` or ``lanes`` is below 1, a shape differs, or fewer than two can be drawn.
     """
     for name, count in (("resamples", resamples), ("lanes", lanes)):
         if count < 1:
             raise ConfigError(f"{name}: found {count}, expected at least 1")
     n, d, y, weights, x = _arrays(n, d, y, weights, x)
-    if groups is None:
-        index, count = jnp.arange(len(y)), len(y)
-    else:
-        labels, index = np.unique(np.asarray(groups), return_inverse=True)
-        index, count = jnp.asarray(index.ravel()), len(labels)
-    if index.shape != y.shape:
-        raise ConfigError(f"groups: found shape {index.shape}, expected {y.shape}")
+    groups = np.arange(len(y)) if groups is None else np.asarray(groups)
+    if groups.shape != y.shape:
+        raise ConfigError(f"groups: found shape {groups.shape}, expected {y.shape}")
+    # Points of weight 0 are no part of the sample, so they are not drawn.
+    used = np.asarray(weights) > 0
+    index, count = np.zeros(len(y), int), 0
+    if used.any():
+        labels, index[used] = np.unique(groups[used], return_inverse=True)
+        count = len(labels)
+    if count < 2:
+        raise ConfigError(f"groups: found {count} with points of weight above 0, expected at least 2 to draw from")
     law, table = result.law, _tabulate(n, d, y, weights, x)
     draw_key, start_key = jax.random.split(rng)
-    counts = _resample(draw_key, index, resamples, count).astype(y.dtype) * weights[None]
+    counts = _resample(draw_key, jnp.asarray(index), resamples, count).astype(y.dtype) * weights[None]
     noise = _JITTER * jax.random.normal(start_key, (resamples, lanes, len(result.theta)), y.dtype)
     start = (result.theta[None, None] + noise.at[:, 0].set(0.0)).reshape(resamples * lanes, -1)
     found = _search(

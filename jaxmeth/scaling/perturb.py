@@ -81,7 +81,7 @@ def _noise(rng, tree, level, select, stacked):
 
 
 def perturb_round(tree: Any, bits: Real, *, select: Select = matrices) -> Any:
-    """Round to the nearest of ``2^bits`` levels between the extremes of each output channel (each row: weights are [out, in]).
+    """Round to the nearest of ``2^bits`` levels between the extremes of each output channel (weights are [out, in]).
 
     ``w -> lo + s round((w - lo) / s), s = (hi - lo) / (2^bits - 1)``: weight-only round to nearest. ``bits`` is a
     scalar >= 1 and may be a tracer. A constant channel stays as it is.

@@ -76,8 +76,10 @@ def test_one_column_in_billions_is_suspected(column):
 
 def test_everything_in_billions_is_suspected():
     n, d, y = points()
-    with pytest.raises(ConfigError, match=r"^n: found 0\.1 to 3, below 100 parameters; .* is n given in billions"):
+    with pytest.raises(ConfigError, match=r"^n: found 0\.1 to 3, below 3000 parameters; .* is n given in billions"):
         fit(n / 1e9, d / 1e9, y)
+    with pytest.raises(ConfigError, match="is n given in billions or millions"):
+        fit(n / 1e6, d / 1e6, y)
 
 
 @pytest.mark.parametrize(("column", "value"), [("d", 30.0), ("n", 0.7), ("d", 1e5), ("n", 900.0)])
