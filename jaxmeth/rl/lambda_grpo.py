@@ -25,6 +25,8 @@ from jaxmeth.rl._common import as_float, check_choice, check_number, check_shape
 from jaxmeth.types import ConfigError
 
 METHODS = ("pairwise", "scan", "hash")
+# Tokens compared at once.
+_CHUNK = 16
 
 Tokens = Int[Array, "N T"]
 Alive = Num[Array, "_ _"] | Bool[Array, "_ _"]
@@ -32,16 +34,24 @@ GroupIds = Int[Array, " _"] | None
 
 
 class _Rows(NamedTuple):
-    """Completions moved to the left edge: tokens [N, T], their lengths [N], and where each real token went."""
+    """Completions moved to the left edge: tokens [N, T] and lengths [N]; ``alive`` and ``settled`` lead back."""
 
     tokens: Array
     lengths: Array
-    position: Array
     alive: Array
+    settled: Array
 
     def back(self, x: Array) -> Array:
         """Values by position in the completion -> by column, 0 at padding."""
-        return jnp.where(self.alive, jnp.take_along_axis(x, self.position, 1), 0)
+
+        def gather(x: Array) -> Array:
+            return jnp.take_along_axis(x, jnp.maximum(_position(self.alive), 0), 1)
+
+        return jnp.where(self.alive, jax.lax.cond(self.settled, lambda x: x, gather, x), 0)
+
+
+def _position(alive: Array) -> Array:
+    return jnp.cumsum(alive, 1, dtype=jnp.int32) - 1
 
 
 def _check_alive(tokens: Array, alive: Array) -> Array:
@@ -51,10 +61,15 @@ def _check_alive(tokens: Array, alive: Array) -> Array:
 
 def _align(tokens: Array, alive: Array) -> _Rows:
     n, width = tokens.shape
-    position = jnp.cumsum(alive, 1, dtype=jnp.int32) - 1
-    column = jnp.where(alive, position, width)
-    moved = jnp.zeros_like(tokens).at[jnp.arange(n)[:, None], column].set(tokens, mode="drop")
-    return _Rows(moved, alive.sum(1, dtype=jnp.int32), jnp.maximum(position, 0), alive)
+    lengths = alive.sum(1, dtype=jnp.int32)
+    settled = (alive == (jnp.arange(width)[None] < lengths[:, None])).all()
+
+    def move(tokens: Array) -> Array:
+        column = jnp.where(alive, _position(alive), width)
+        return jnp.zeros_like(tokens).at[jnp.arange(n)[:, None], column].set(tokens, mode="drop")
+
+    # Right-padded rows, the common case, are where they belong.
+    return _Rows(jax.lax.cond(settled, lambda tokens: tokens, move, tokens), lengths, alive, settled)
 
 
 def _check_groups(tokens: Array, group_size: int | None) -> None:
@@ -67,12 +82,27 @@ def _check_groups(tokens: Array, group_size: int | None) -> None:
 
 def _shared_length(rows: _Rows, group_size: int) -> Array:
     """Number of leading tokens that rollouts i and j of each prompt share, int[P, G, G]; on the diagonal the length."""
-    width = rows.tokens.shape[1]
-    grouped = rows.tokens.reshape(-1, group_size, width)
+    n, width = rows.tokens.shape
     lengths = rows.lengths.reshape(-1, group_size)
-    differs = grouped[:, :, None, :] != grouped[:, None, :, :]
-    first = jnp.where(differs, jnp.arange(width)[None, None, None], width).min(-1, initial=width)
-    return jnp.minimum(first, jnp.minimum(lengths[:, :, None], lengths[:, None, :]))
+    padded = jnp.pad(rows.tokens, ((0, 0), (0, -width % _CHUNK)))
+    grouped = padded.reshape(n // group_size, group_size, padded.shape[1])
+    column = jnp.arange(_CHUNK, dtype=jnp.int32)[None, None, None]
+    pairs = ~jnp.eye(group_size, dtype=bool)[None]
+
+    def unfinished(state: tuple[Array, Array]) -> Array:
+        start, shared = state
+        return (pairs & (shared > start)).any()
+
+    def compare(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        start, shared = state
+        now = jax.lax.dynamic_slice_in_dim(grouped, start, _CHUNK, 2)
+        differs = now[:, :, None, :] != now[:, None, :, :]
+        first = jnp.where(differs, start + column, width).min(-1)
+        return start + _CHUNK, jnp.minimum(shared, first)
+
+    # Until no pair agrees any more: rollouts part early, as a rule.
+    limit = jnp.minimum(lengths[:, :, None], lengths[:, None, :])
+    return jax.lax.while_loop(unfinished, compare, (jnp.int32(0), limit))[1]
 
 
 def _pairwise(rows: _Rows, group_size: int) -> Array:
@@ -94,7 +124,7 @@ def _scan(rows: _Rows, group_size: int) -> Array:
         share &= (token[:, :, None] == token[:, None, :]) & alive[:, :, None] & alive[:, None, :]
         return share, share.sum(-1, dtype=jnp.int32)
 
-    start = jnp.ones((n // group_size, group_size, group_size), bool)
+    start = jnp.broadcast_to(lengths[:, :, None] >= 0, (n // group_size, group_size, group_size))
     _, sizes = jax.lax.scan(step, start, (jnp.moveaxis(grouped, -1, 0), jnp.arange(width)))
     return jnp.moveaxis(sizes, 0, -1).reshape(n, width)
 
@@ -137,9 +167,9 @@ def process_set_size(
       tokens: completions, after the prompt, prompt-major; what padding holds does not matter.
       alive: [N, T], nonzero = a real token. What is not real is skipped, wherever it stands.
       group_size: static G, a divisor of N.
-      method: ``pairwise`` compares each pair once, O(G^2 T) time and, fused, O(G^2 + G T) memory a prompt; ``scan``
-        goes token by token; ``hash`` sorts two 32-bit prefix hashes, O(G log G T) time, and could in principle take two
-        unequal prefixes for equal (chance below G^2 T / 2^64 a prompt). All three agree.
+      method: ``pairwise`` compares pairs until all have parted, at most O(G^2 T) time and O(G^2 + G T) memory a prompt;
+        ``scan`` goes token by token; ``hash`` sorts two 32-bit prefix hashes, O(G log G T) time, and could in
+        principle take two unequal prefixes for equal (chance below G^2 T / 2^64 a prompt). All three agree.
       group_ids: int[N], for ragged groups (``group_size`` None): always by ``hash``.
 
     Raises:

@@ -125,6 +125,20 @@ def test_invariants():
     np.testing.assert_array_equal(weight(jnp.asarray(names[tokens]), jnp.asarray(alive)), u)
 
 
+def test_long_rollouts():
+    """More tokens than are compared at once, and a number that they do not divide; parting anywhere."""
+    rng = np.random.default_rng(7)
+    width = 41
+    tokens = np.ones((N, width), np.int32)
+    for row in range(1, N):
+        tokens[row, rng.integers(0, width) :] += row
+    alive = np.arange(width)[None] < rng.integers(width // 2, width + 1, N)[:, None]
+    found = sizes(tokens, alive)
+    np.testing.assert_array_equal(found["pairwise"], found["scan"])
+    np.testing.assert_array_equal(found["pairwise"], found["hash"])
+    assert len(np.unique(found["pairwise"])) == G + 1
+
+
 def test_edges():
     """Identical rollouts 1/G, groups of one 1, prompts never share, nothing real 0, no rows."""
     same, real = jnp.ones((N, T), jnp.int32), jnp.ones((N, T), bool)
