@@ -64,7 +64,7 @@ def lower_search(quick: bool, ragged: bool) -> bool:
     import jax
     import jax.numpy as jnp
 
-    from experiments.budget import simulate
+    from experiments.trajectories import simulate
     from jaxmeth.risk import budget, select
 
     n, rounds = (100, 1) if quick else (1000, 3)

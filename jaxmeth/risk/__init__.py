@@ -18,5 +18,6 @@ from jaxmeth.risk.testing import bonferroni as bonferroni
 from jaxmeth.risk.testing import calibrate as calibrate
 from jaxmeth.risk.testing import fixed_sequence as fixed_sequence
 from jaxmeth.risk.testing import select as select
+from jaxmeth.risk.testing import select_split as select_split
 from jaxmeth.risk.testing import summarise as summarise
 from jaxmeth.risk.testing import upper_bounds as upper_bounds

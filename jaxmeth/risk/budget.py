@@ -171,9 +171,9 @@ def calibrate_ensemble(
     The union bound over the signals pays for choosing among them; one signal is :func:`testing.calibrate`. Infeasible:
     signal -1 and the smallest eps that would do for any signal.
     """
+    testing.check(losses, cost, eps, delta, bound, validity)
     one = partial(testing.calibrate, eps=eps, delta=delta / losses.shape[0], bound=bound, validity=validity)
-    each = [one(signal, price) for signal, price in zip(losses, cost, strict=True)]
-    stacked = jax.tree.map(lambda *values: jnp.stack(values), *each)
+    stacked = jax.vmap(one)(losses, cost)
     feasible = stacked.feasible.any()
     signal = jnp.where(
         feasible, jnp.argmin(jnp.where(stacked.feasible, stacked.cost, jnp.inf)), jnp.argmin(stacked.bound)

@@ -152,7 +152,10 @@ def select(
     bound: Bound = "auto",
     validity: Validity = "suffix",
 ) -> Selection:
-    """:func:`calibrate` from sums, for those who stream the losses; every validity but ``split``. Checks no value."""
+    """:func:`calibrate` from sums, for those who stream the losses; for ``split`` see :func:`select_split`.
+
+    Checks no value.
+    """
     m = summary.total.shape[0]
     eps = jnp.asarray(eps, summary.total.dtype)
     level = jnp.asarray(delta, summary.total.dtype) / (m if validity == "bonferroni" else 1)
@@ -165,7 +168,11 @@ def select(
 
 
 @partial(jax.jit, static_argnames=("bound",))
-def _select_split(choose: Summary, certify: Summary, eps: Array, delta: Array, bound: Bound) -> Selection:
+def select_split(
+    choose: Summary, certify: Summary, eps: Num[ArrayLike, ""], delta: Num[ArrayLike, ""], bound: Bound = "auto"
+) -> Selection:
+    """:func:`calibrate` with validity ``split`` from the sums of its two halves. Checks no value."""
+    eps, delta = (jnp.asarray(value, choose.total.dtype) for value in (eps, delta))
     first, second = upper_bounds(choose, delta, bound), upper_bounds(certify, delta, bound)
     index = _cheapest(first <= eps, choose.cost)
     feasible = (first[index] <= eps) & (second[index] <= eps)
@@ -195,7 +202,8 @@ def check_levels(eps: Num[ArrayLike, "..."], delta: Num[ArrayLike, "..."]) -> No
     bounds.check_probability("delta", delta)
 
 
-def _check(losses: Array, cost: Array, eps: ArrayLike, delta: ArrayLike, bound: str, validity: str) -> None:
+def check(losses: Array, cost: Array, eps: ArrayLike, delta: ArrayLike, bound: str, validity: str) -> None:
+    """Raise ``ConfigError`` for what :func:`calibrate` refuses; losses and costs [..., n, m]."""
     if bound not in get_args(Bound):
         raise ConfigError(f"bound: found {bound!r}, expected one of {', '.join(get_args(Bound))}")
     if validity not in get_args(Validity):
@@ -250,13 +258,14 @@ def calibrate(
     Reference: "Conformal Thinking", arXiv 2602.03814, and its code (rules naive, CRC, UCB; the code takes the number of
     grid points for n); "Learn then test", arXiv 2110.01052. Reconstruction: suffix, Bonferroni and split validity.
     """
-    _check(losses, cost, eps, delta, bound, validity)
+    check(losses, cost, eps, delta, bound, validity)
+    dtype = jnp.result_type(jnp.float32, losses.dtype)
+    eps, delta = jnp.asarray(eps, dtype), jnp.asarray(delta, dtype)  # a float and an array then compile once
     if validity != "split":
         return select(_summarise(losses, cost), eps, delta, bound, validity)
     half = losses.shape[0] // 2
     choose, certify = _summarise(losses[:half], cost[:half]), _summarise(losses[half:], cost[half:])
-    dtype = choose.total.dtype
-    return _select_split(choose, certify, jnp.asarray(eps, dtype), jnp.asarray(delta, dtype), bound)
+    return select_split(choose, certify, eps, delta, bound)
 
 
 _summarise = jax.jit(summarise)

@@ -136,7 +136,7 @@ def level(lo: Array, hi: Array, ramp: Array) -> Array:
 
 
 def lower_schedule(
-    params: LowerParams, tokens: Num[Array, "n T"], budget: Num[ArrayLike, ""], warmup: float = 200.0
+    params: LowerParams, tokens: Num[Array, "n T"], budget: Num[ArrayLike, ""], warmup: Num[ArrayLike, ""] = 200.0
 ) -> Float[Array, "n m T"]:
     """Threshold below which to give up, ``lo + (hi - lo) / (1 + exp(-c (tokens - shift * budget)))``; -1 in warm-up.
 
@@ -153,7 +153,7 @@ def lower_exit(
     params: LowerParams,
     tokens: Num[Array, "n T"],
     budget: Num[ArrayLike, ""],
-    warmup: float = 200.0,
+    warmup: Num[ArrayLike, ""] = 200.0,
 ) -> Int[Array, "n m"]:
     """First checkpoint with ``y <= lower_schedule``, else the last one; warm-up, NaN and padding never fire.
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.budget import simulate, upper_table
-from jaxmeth import risk
+from experiments.trajectories import simulate, upper_table
+from jaxmeth import models, risk
 from jaxmeth.risk import budget
 from jaxmeth.types import ConfigError, StepInfo
 
@@ -396,3 +396,34 @@ def test_observe_stops_each_row_by_its_own_signal():
     np.testing.assert_array_equal(carry.tokens, [4, 6, 6])
     with pytest.raises(ConfigError, match="every"):
         budget.observe(policy, every=0)
+
+
+def test_generation_is_stopped_by_the_policy_row_by_row():
+    """Inside the compiled loop of ``models.generate``: each row ends where the batch rule exits on its own signal."""
+    cfg, new = models.DecoderConfig("llama", 61, 32, 2, 4, 2, 8, 64, 64), 12
+    params = jax.tree.map(lambda p: 4 * p, models.init(cfg, jax.random.key(0)))
+    prompts = jax.random.randint(jax.random.key(1), (6, 4), 0, 61, jnp.int32)
+
+    def generate(**how):
+        mask = jnp.ones(prompts.shape, bool)
+        return models.generate(params, cfg, prompts, mask, key=jax.random.key(2), max_new_tokens=new, **how)
+
+    free = generate()
+    signal, length = 1.0 - free.entropy, jnp.full(6, new)
+    tokens = jnp.broadcast_to(jnp.arange(1, new + 1)[None], signal.shape)
+    y = budget.ema(signal, length, 0.7)
+    high, low = (float(jnp.quantile(y, q)) for q in (0.9, 0.12))
+    policy = budget.Policy(*[jnp.float32(v) for v in (high, 0.0, 0.0, low, low, 1.0, 3.0, 0.7)])
+    level = budget.LowerParams(*[v[None] for v in policy[1:5]])
+    upper = budget.upper_exit(y, length, policy.upper[None])
+    lower = budget.lower_exit(y, length, level, tokens, 1.0, 3.0)
+    exits, reason = (np.asarray(value)[:, 0] for value in budget.dual_exit(upper, lower, length))
+    assert {budget.UPPER, budget.LOWER} <= set(reason.tolist())
+    assert len(set(exits.tolist())) > 2
+
+    stopped = generate(observe=budget.observe(policy), carry=budget.observe_init(6))
+    np.testing.assert_array_equal(stopped.lengths, exits + 1)
+    early = exits < new - 1
+    np.testing.assert_array_equal(np.asarray(stopped.carry.action)[early], reason[early])
+    kept = np.arange(new)[None] < np.asarray(stopped.lengths)[:, None]
+    np.testing.assert_array_equal(stopped.tokens, np.where(kept, free.tokens, 0))

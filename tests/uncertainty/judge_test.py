@@ -307,7 +307,7 @@ def test_the_other_objectives_train_too(task, change):
 
 
 def test_jit_and_vmap_of_training(task):
-    s, agree = task[0][:300], task[1][:300]
+    s, agree = task[0][:300], task[1][:300]  # as in the tests below: compiled once
     keys = jax.random.split(jax.random.key(3), 2)
     alone = [judge.fit(key, s, agree, TINY) for key in keys]
     together = jax.jit(jax.vmap(lambda key: judge.fit(key, s, agree, TINY)))(keys)
@@ -359,6 +359,7 @@ def test_gradient_of_the_penalty_at_zero_weights_is_finite():
 # --- selective judging -----------------------------------------------------------------------------------------------
 
 COARSE = jnp.linspace(0, 1, 201)
+FEW = COARSE[::10]  # fewer points than most tests have items: then one shape, compiled once
 
 
 def risk_at(conf):
@@ -372,16 +373,22 @@ def draw(key, n):
     return conf, jax.random.uniform(second, (n,)) < risk_at(conf)
 
 
+@pytest.fixture(scope="module")
+def thresholds():
+    """``(alpha, keys) -> lam``: one calibration of 400 items a key."""
+
+    def one(key, alpha):
+        conf, error = draw(key, 400)
+        return judge.fixed_sequence_test(conf, error, alpha, 0.1, grid=COARSE, min_count=60).lam
+
+    return jax.jit(lambda alpha, keys: jax.lax.map(lambda key: one(key, alpha), keys, batch_size=200))
+
+
 @pytest.mark.parametrize("alpha", [0.05, 0.1, 0.2])
-def test_the_guarantee_by_simulation(alpha):
+def test_the_guarantee_by_simulation(thresholds, alpha):
     """Accepted items' true error is the mean of a known curve above the threshold: (1 - lam)^1.5 / 5."""
     delta, repeats = 0.1, 2000
-
-    def one(key):
-        conf, error = draw(key, 400)
-        return judge.fixed_sequence_test(conf, error, alpha, delta, grid=COARSE, min_count=60).lam
-
-    lam = np.asarray(jax.lax.map(one, jax.random.split(jax.random.key(11), repeats), batch_size=200))
+    lam = np.asarray(thresholds(alpha, jax.random.split(jax.random.key(11), repeats)))
     finite = np.isfinite(lam)
     violated = finite & (0.2 * np.where(finite, 1 - lam, 0.0) ** 1.5 > alpha)
     assert violated.mean() <= delta + 3 * np.sqrt(delta * (1 - delta) / repeats)
@@ -391,8 +398,8 @@ def test_the_guarantee_by_simulation(alpha):
 def test_no_error_needs_enough_items():
     """n = 30 items without an error prove 1 - 0.1^(1/30) = 0.0739 and nothing below."""
     conf, error = jnp.linspace(0.2, 0.9, 30), jnp.zeros(30, bool)
-    assert judge.fixed_sequence_test(conf, error, 0.0738, 0.1, COARSE).lam == jnp.inf
-    assert judge.fixed_sequence_test(conf, error, 0.0740, 0.1, COARSE).lam == COARSE[0]
+    assert judge.fixed_sequence_test(conf, error, 0.0738, 0.1, FEW).lam == jnp.inf
+    assert judge.fixed_sequence_test(conf, error, 0.0740, 0.1, FEW).lam == FEW[0]
 
 
 def test_accepted_sets_are_nested_in_alpha():
@@ -423,9 +430,9 @@ def test_ties_at_the_threshold_are_accepted_together():
 
 def test_equal_confidences_accept_all_or_nothing():
     conf = jnp.full(100, 0.5)
-    clean = judge.fixed_sequence_test(conf, jnp.zeros(100), 0.1, 0.1, COARSE)
+    clean = judge.fixed_sequence_test(conf, jnp.zeros(100), 0.1, 0.1, FEW)
     assert clean.lam == 0
-    wrong = judge.fixed_sequence_test(conf, jnp.ones(100), 0.9, 0.1, COARSE)
+    wrong = judge.fixed_sequence_test(conf, jnp.ones(100), 0.9, 0.1, FEW)
     assert wrong.lam == jnp.inf
     assert wrong.upper[0] == 1
 
@@ -433,19 +440,19 @@ def test_equal_confidences_accept_all_or_nothing():
 @pytest.mark.parametrize("n", [0, 1, 29])
 @pytest.mark.parametrize("compat", [False, True])
 def test_too_few_items_certify_nothing(n, compat):
-    found = judge.fixed_sequence_test(jnp.full(n, 0.9), jnp.zeros(n), 0.5, 0.1, grid=COARSE, compat=compat)
+    found = judge.fixed_sequence_test(jnp.full(n, 0.9), jnp.zeros(n), 0.5, 0.1, grid=FEW, compat=compat)
     assert found.lam == jnp.inf
 
 
 def test_the_public_code_returns_a_threshold_without_a_guarantee():
     conf, error = jnp.linspace(0, 1, 100), jnp.ones(100)
-    assert judge.fixed_sequence_test(conf, error, 0.1, 0.1, COARSE).lam == jnp.inf
-    assert np.isfinite(judge.fixed_sequence_test(conf, error, 0.1, 0.1, COARSE, compat=True).lam)
+    assert judge.fixed_sequence_test(conf, error, 0.1, 0.1, FEW).lam == jnp.inf
+    assert np.isfinite(judge.fixed_sequence_test(conf, error, 0.1, 0.1, FEW, compat=True).lam)
 
 
 def test_nan_confidence_is_never_accepted():
     conf = jnp.linspace(0.5, 1, 200).at[:50].set(jnp.nan)
-    found = judge.fixed_sequence_test(conf, jnp.zeros(200), 0.1, 0.1, COARSE)
+    found = judge.fixed_sequence_test(conf, jnp.zeros(200), 0.1, 0.1, FEW)
     assert found.count[0] == 150
     assert judge.selective(conf, jnp.ones(200), 0.0).count == 150
 
