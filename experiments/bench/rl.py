@@ -8,8 +8,9 @@ advantages, its clip fractions and mean log-ratio, and the gradient with respect
 are computed inside ours, not inside theirs.
 
 Targets: value and gradient not slower than either peer; a training step (forward and backward of a small decoder, the
-loss, SGD) with any of the five methods <= 1.05x GRPO's. The loss alone is printed beside, without a target. Exit code
-1 where a target is missed.
+loss, SGD) with any of the five methods <= 1.05x GRPO's (the loss alone is printed beside, without a target);
+lambda-GRPO's process sets of 64 groups of 16 at least 20 times a prefix tree of Python dictionaries. Exit code 1 where
+a target is missed.
 """
 
 import argparse
@@ -24,12 +25,17 @@ STEP_TOKENS, VOCABULARY = 128, 64
 
 
 def interleaved(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, np.ndarray]:
-    """Seconds of each call in each round, taken in turns so that all meet the same load; two warm-up rounds."""
+    """Seconds of each call in each round, taken in turns so that all meet the same load; two warm-up rounds.
+
+    The order turns with the rounds, so that no call always follows the same one.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
     for turn in range(rounds + 2):
-        for name, call in calls.items():
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
             start = time.perf_counter()
-            call()
+            calls[name]()
             if turn > 1:
                 seconds[name].append(time.perf_counter() - start)
     return {name: np.array(values) for name, values in seconds.items()}
@@ -174,15 +180,57 @@ def speed_of_the_loss(rounds: int) -> list[bool]:
     return [line(names[peer], float(np.median(taken["grpo"] / taken[peer])), 1.0) for peer in peers]
 
 
+def prefix_tree(tokens: np.ndarray, lengths: np.ndarray, group: int) -> list[list[int]]:
+    """|L(i,t)| by a tree of dictionaries in Python, O(total tokens), as public code does it."""
+    rows, sizes = tokens.tolist(), []
+    for start in range(0, len(rows), group):
+        root: dict = {}
+        paths = []
+        for row, length in zip(rows[start : start + group], lengths[start : start + group], strict=True):
+            node, path = root, []
+            for token in row[:length]:
+                node = node.setdefault(token, {"count": 0})
+                node["count"] += 1
+                path.append(node)
+            paths.append(path)
+        sizes.extend([node["count"] for node in path] for path in paths)
+    return sizes
+
+
+def speed_of_process_sets(rounds: int) -> list[bool]:
+    import jax
+    import jax.numpy as jnp
+
+    from jaxmeth import rl
+
+    group, rng = 16, np.random.default_rng(1)
+    tokens = rng.integers(0, VOCABULARY, (64 * group, TOKENS)).astype(np.int32)
+    tokens[:, : TOKENS // 16] = 1
+    lengths = rng.integers(TOKENS // 4, TOKENS + 1, len(tokens))
+    device, alive = jnp.asarray(tokens), jnp.arange(TOKENS)[None] < jnp.asarray(lengths)[:, None]
+    ours = jax.jit(lambda t, a: rl.process_set_size(t, a, group))
+    found = np.asarray(ours(device, alive))
+    for row, length, expected in zip(found, lengths, prefix_tree(tokens, lengths, group), strict=True):
+        np.testing.assert_array_equal(row[:length], expected)
+    calls = {
+        "ours": lambda: jax.block_until_ready(ours(device, alive)),
+        "tree": lambda: prefix_tree(tokens, lengths, group),
+    }
+    taken = interleaved(calls, rounds)
+    for name, seconds in taken.items():
+        print(f"  process sets, {name:<42} {np.median(seconds) * 1e3:9.2f} ms (min {seconds.min() * 1e3:.2f})")
+    return [line("process sets, time over a Python tree's", float(np.median(taken["ours"] / taken["tree"])), 0.05)]
+
+
 def speed_of_the_step(rounds: int) -> list[bool]:
-    """A whole step of a decoder of about 0.5 M parameters: what a method costs where it is used."""
+    """A whole step of a small decoder (0.1 M parameters): what a method costs where it is used."""
     import jax
     import jax.numpy as jnp
 
     from jaxmeth import models, rl
 
     data = made(STEP_TOKENS)
-    config = models.DecoderConfig("llama", VOCABULARY, 128, 3, 4, 4, 32, 256, STEP_TOKENS)
+    config = models.DecoderConfig("llama", VOCABULARY, 64, 2, 4, 4, 16, 128, STEP_TOKENS)
     params = models.init(config, jax.random.key(0))
     tokens, mask, old, rewards = (jnp.asarray(data[k]) for k in ("tokens", "mask", "old", "rewards"))
     batch = rl.RolloutBatch(rewards, None, tokens, mask, old)
@@ -218,7 +266,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40, help="counted rounds of each call (default 40)")
     rounds = parser.parse_args().rounds
     os.environ.setdefault("OMP_NUM_THREADS", "2")
-    met = speed_of_the_loss(rounds) + speed_of_the_step(max(5, rounds // 4))
+    few = max(5, rounds // 4)
+    met = speed_of_the_loss(rounds) + speed_of_process_sets(few) + speed_of_the_step(rounds)
     raise SystemExit(0 if all(met) else 1)
 
 
