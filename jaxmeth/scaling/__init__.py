@@ -1,13 +1,13 @@
 """Scaling laws. The seam is ``Law: (params, N, D) -> loss`` and one ``fit`` for all of them."""
 
-from jaxmeth.scaling.fit import Bootstrap as Bootstrap
+from jaxmeth.scaling.bootstrap import Bootstrap as Bootstrap
+from jaxmeth.scaling.bootstrap import bootstrap as bootstrap
+from jaxmeth.scaling.bootstrap import intervals as intervals
+from jaxmeth.scaling.bootstrap import predict_interval as predict_interval
 from jaxmeth.scaling.fit import FitResult as FitResult
-from jaxmeth.scaling.fit import bootstrap as bootstrap
 from jaxmeth.scaling.fit import fit as fit
 from jaxmeth.scaling.fit import free_parameters as free_parameters
-from jaxmeth.scaling.fit import intervals as intervals
 from jaxmeth.scaling.fit import predict as predict
-from jaxmeth.scaling.fit import predict_interval as predict_interval
 from jaxmeth.scaling.laws import CHINCHILLA as CHINCHILLA
 from jaxmeth.scaling.laws import CHINCHILLA_QID as CHINCHILLA_QID
 from jaxmeth.scaling.laws import LAWS as LAWS

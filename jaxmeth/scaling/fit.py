@@ -28,10 +28,9 @@ Points = Shaped[ArrayLike, "..."]
 
 _LOG_BOUND = 40.0
 _EXPONENT_BOUND = 5.0
-_SCREEN_STEPS = 30
-_KEEP = 32
+_SCREEN_STEPS, _SCREEN_ROWS = 20, 64
+_KEEP = 16
 _NEAR = 1.01
-_JITTER = 0.3
 
 
 class FitResult(NamedTuple):
@@ -57,19 +56,6 @@ class FitResult(NamedTuple):
     """Logs of the free coefficients, then free exponents, in units of ``scale``."""
     scale: Float[Array, "2"]
     """Geometric means of N and D, the units of ``theta``."""
-    units: Float[Array, "2"]
-    """n0 and d0, the units of ``params``."""
-    law: ScalingLaw
-    """The law with its gauge and constants fixed; static."""
-
-
-class Bootstrap(NamedTuple):
-    """Refits of R resampled tables; hand it to :func:`predict` like a result for predictions [R, ...]."""
-
-    params: Any
-    theta: Float[Array, "R p"]
-    converged: Bool[Array, " R"]
-    scale: Float[Array, "2"]
     units: Float[Array, "2"]
     """n0 and d0, the units of ``params``."""
     law: ScalingLaw
@@ -119,7 +105,7 @@ def _constant(value, dtype, coefficient):
     return Log(jnp.log(jnp.asarray(value, dtype))) if value else None
 
 
-def _in_units(law: ScalingLaw, theta: Float[Array, " p"], log_units: Float[Array, "2"]):
+def in_units(law: ScalingLaw, theta: Float[Array, " p"], log_units: Float[Array, "2"]):
     """Parameters of ``theta`` as plain numbers, for N and D over units given as logs of multiples of their means.
 
     A change of units moves the coefficient that the gauge holds at 1 as well; it is divided out of all of them.
@@ -168,7 +154,7 @@ def _residual(law: ScalingLaw, objective: str, mean: Array, with_x: bool):
     return residual
 
 
-class _Table(NamedTuple):
+class Table(NamedTuple):
     """Data ready to fit. Rows that do not count (weight 0) hold harmless values."""
 
     log_n: Array
@@ -181,18 +167,29 @@ class _Table(NamedTuple):
 
 
 @jax.jit
-def _tabulate(n, d, y, weights, x) -> _Table:
+def tabulate(n, d, y, weights, x) -> Table:
     used = weights > 0
     total = jnp.sum(weights)
     logs = jnp.stack([jnp.log(n), jnp.log(d), jnp.where(used, y, 1.0)])
     means = jnp.sum(jnp.where(used[None], weights[None] * logs, 0.0), axis=1) / total
     centred = jnp.where(used[None], logs[:2] - means[:2, None], 0.0)
     x = jnp.zeros_like(y) if x is None else jnp.where(used, x, 1.0)
-    return _Table(centred[0], centred[1], logs[2], x, weights, jnp.exp(means[:2]), means[2])
+    return Table(centred[0], centred[1], logs[2], x, weights, jnp.exp(means[:2]), means[2])
+
+
+@jax.jit
+def _thin(table: Table) -> Table:
+    """At most 64 of the points that count, spread evenly over the table, in float32."""
+    used = table.weights > 0
+    first = jnp.argsort(~used, stable=True)
+    rows = min(_SCREEN_ROWS, len(table.y))
+    chosen = first[jnp.arange(rows) * jnp.sum(used) // rows]
+    pick = {name: getattr(table, name)[chosen] for name in ("log_n", "log_d", "y", "x", "weights")}
+    return jax.tree.map(lambda v: v.astype(jnp.float32), table._replace(**pick))
 
 
 @partial(jax.jit, static_argnames=("objective", "with_x"))
-def _search(law, table: _Table, start, weights, *, objective, huber, steps, with_x) -> levenberg.Solution:
+def search(law, table: Table, start, weights, *, objective, huber, steps, with_x) -> levenberg.Solution:
     residual = _residual(law, objective, table.mean, with_x)
     rows = (table.log_n, table.log_d, table.y, table.x)
     width = huber if objective == "huber" else None
@@ -200,7 +197,7 @@ def _search(law, table: _Table, start, weights, *, objective, huber, steps, with
 
 
 @partial(jax.jit, static_argnames=("with_x",))
-def _finish(law, table: _Table, found: levenberg.Solution, n0, d0, *, with_x) -> FitResult:
+def _finish(law, table: Table, found: levenberg.Solution, n0, d0, *, with_x) -> FitResult:
     dtype = table.y.dtype
     units = jnp.asarray([n0, d0], dtype)
     best = jnp.argmin(found.value)
@@ -211,7 +208,7 @@ def _finish(law, table: _Table, found: levenberg.Solution, n0, d0, *, with_x) ->
     log_loss = law.log_loss(_decode(law, theta), table.log_n, table.log_d, table.x if with_x else None)
     sse = jnp.sum(table.weights * (jnp.exp(log_loss) - table.y) ** 2)
     return FitResult(
-        params=_in_units(law, theta, jnp.log(units) - jnp.log(table.scale)),
+        params=in_units(law, theta, jnp.log(units) - jnp.log(table.scale)),
         sse=sse,
         r2=1.0 - sse / jnp.sum(table.weights * (table.y - table.mean) ** 2),
         value=value,
@@ -232,7 +229,7 @@ def _label(law, vector, constant):
     return law.params(**values, **{k: vector[i] for i, k in enumerate(_free(law))})
 
 
-def _arrays(n, d, y, weights, x):
+def arrays(n, d, y, weights, x):
     n, d, y = floats(*(np.asarray(v) if isinstance(v, list | tuple) else v for v in (n, d, y)))
     dtype = y.dtype
     weights = jnp.ones_like(y) if weights is None else jnp.asarray(weights, dtype)
@@ -252,7 +249,7 @@ def fit(
     objective: str = "mse",
     huber: float = 1e-3,
     gauge: str | None = "b",
-    steps: int = 400,
+    steps: int = 1000,
     keep: int | None = None,
     mask_nonfinite: bool = False,
     n0: float = 1e9,
@@ -262,7 +259,8 @@ def fit(
 
     ``objective="mse"`` minimises the weighted squared error of the loss, ``"huber"`` Huber's loss of width ``huber`` of
     the log loss. Coefficients are fitted as logs in [-40, 40], exponents in [0, 5], by Levenberg-Marquardt: all starts
-    go 30 steps in float32, the best ``keep`` (default: one in 32, at least 32) go on until they converge.
+    go 20 steps in float32 on 64 of the points, the best ``keep`` (default: one in 64, at least 16) go on until they
+    converge.
     ``starts`` may be an array of starts in the order of :func:`free_parameters`, logs of coefficients first, for N and
     D over their geometric means. ``gauge`` names the noise coefficient of the Shannon law fixed at 1 (None: its Hessian
     is singular). ``x``: bits or strength of a perturbation, for the laws that know it. Weight 0 leaves a point out.
@@ -278,7 +276,7 @@ def fit(
     if objective not in ("mse", "huber"):
         raise ConfigError(f"objective: found {objective!r}, expected 'mse' or 'huber'")
     law = _settle(law, gauge, x is not None)
-    n, d, y, weights, x = _arrays(n, d, y, weights, x)
+    n, d, y, weights, x = arrays(n, d, y, weights, x)
     if mask_nonfinite:
         weights = jnp.where(jnp.isfinite(y), weights, 0.0)
     begin = None if isinstance(starts, int) else jnp.asarray(starts, y.dtype)
@@ -287,16 +285,16 @@ def fit(
     if all(is_concrete(v) for v in (n, d, y, weights, x)):
         host = [None if v is None else np.asarray(v, np.float64) for v in (n, d, y, weights, x)]
         check_points(*host, free=len(_free(law)), law=law.name, n0=n0, d0=d0)
-    table = _tabulate(n, d, y, weights, x)
+    table = tabulate(n, d, y, weights, x)
     start = _draw(law, rng, count, jnp.log(table.mean)) if begin is None else begin
-    keep = min(count, max(_KEEP, count // _KEEP) if keep is None else keep)
+    keep = min(count, max(_KEEP, count // 64) if keep is None else keep)
     options = {"objective": objective, "huber": huber, "with_x": x is not None}
     if keep < count:
-        # Most of the work is here, where float32 is enough to tell good starts from bad.
-        small = jax.tree.map(lambda v: v.astype(jnp.float32), table)
-        screened = _search(law, small, start.astype(jnp.float32), small.weights[None], steps=_SCREEN_STEPS, **options)
+        # Most of the work is here, where float32 and some of the points are enough to tell good starts from bad.
+        small = _thin(table)
+        screened = search(law, small, start.astype(jnp.float32), small.weights[None], steps=_SCREEN_STEPS, **options)
         start = screened.theta[jnp.argsort(screened.value)[:keep]].astype(y.dtype)
-    found = _search(law, table, start, weights[None], steps=steps, **options)
+    found = search(law, table, start, weights[None], steps=steps, **options)
     return _finish(law, table, found, n0, d0, with_x=x is not None)
 
 
@@ -312,8 +310,8 @@ def _check_options(law, count, huber, steps, keep, begin):
 
 
 @jax.jit
-def predict(result: FitResult | Bootstrap, n: Real, d: Real, x: Real | None = None) -> Float[Array, "..."]:
-    """Loss of the fitted law at sizes and tokens in plain counts; a bootstrap adds a leading axis of resamples."""
+def predict(result: Any, n: Real, d: Real, x: Real | None = None) -> Float[Array, "..."]:
+    """Loss of a fitted law at sizes and tokens in plain counts; a ``Bootstrap`` adds a leading axis of resamples."""
     dtype = result.theta.dtype
     log_n, log_d = (jnp.log(jnp.asarray(v, dtype)) - jnp.log(s) for v, s in zip((n, d), result.scale, strict=True))
     x = None if x is None else jnp.asarray(x, dtype)
@@ -322,88 +320,3 @@ def predict(result: FitResult | Bootstrap, n: Real, d: Real, x: Real | None = No
         return jnp.exp(result.law.log_loss(_decode(result.law, theta), log_n, log_d, x))
 
     return one(result.theta) if result.theta.ndim == 1 else jax.vmap(one)(result.theta)
-
-
-@partial(jax.jit, static_argnames=("resamples", "count"))
-def _resample(rng, groups, resamples, count):
-    """How often each point is drawn in each resample, [R, n]."""
-    drawn = jax.random.randint(rng, (resamples, count), 0, count)
-    return jax.vmap(lambda row: jnp.zeros(count, jnp.float32).at[row].add(1.0))(drawn)[:, groups]
-
-
-def bootstrap(
-    result: FitResult,
-    n: Points,
-    d: Points,
-    y: Points,
-    *,
-    rng: PRNGKeyArray,
-    x: Points | None = None,
-    weights: Points | None = None,
-    groups: Points | None = None,
-    resamples: int = 200,
-    lanes: int = 4,
-    objective: str = "mse",
-    huber: float = 1e-3,
-    steps: int = 200,
-) -> Bootstrap:
-    """Refit resampled tables, all in one batch, from the fit and from ``lanes - 1`` points around it.
-
-    Points are resampled with replacement, or whole ``groups`` (integers [n]): checkpoints of one training run are not
-    independent, so give its index. ``n, d, y, x, weights`` and the objective are those of the fit. Consumes ``rng``.
-    Reference: Efron and Tibshirani, "An Introduction to the Bootstrap", chapter 6.
-
-    Not under ``jit``: how many are drawn depends on the data.
-
-    Raises: ConfigError where ``resamples`` or ``lanes`` is below 1, a shape differs, or fewer than two can be drawn.
-    """
-    for name, count in (("resamples", resamples), ("lanes", lanes)):
-        if count < 1:
-            raise ConfigError(f"{name}: found {count}, expected at least 1")
-    n, d, y, weights, x = _arrays(n, d, y, weights, x)
-    groups = np.arange(len(y)) if groups is None else np.asarray(groups)
-    if groups.shape != y.shape:
-        raise ConfigError(f"groups: found shape {groups.shape}, expected {y.shape}")
-    # Points of weight 0 are no part of the sample, so they are not drawn.
-    used = np.asarray(weights) > 0
-    index, count = np.zeros(len(y), int), 0
-    if used.any():
-        labels, index[used] = np.unique(groups[used], return_inverse=True)
-        count = len(labels)
-    if count < 2:
-        raise ConfigError(f"groups: found {count} with points of weight above 0, expected at least 2 to draw from")
-    law, table = result.law, _tabulate(n, d, y, weights, x)
-    draw_key, start_key = jax.random.split(rng)
-    counts = _resample(draw_key, jnp.asarray(index), resamples, count).astype(y.dtype) * weights[None]
-    noise = _JITTER * jax.random.normal(start_key, (resamples, lanes, len(result.theta)), y.dtype)
-    start = (result.theta[None, None] + noise.at[:, 0].set(0.0)).reshape(resamples * lanes, -1)
-    found = _search(
-        law, table, start, jnp.repeat(counts, lanes, axis=0), objective=objective, huber=huber, steps=steps,
-        with_x=x is not None,
-    )  # fmt: skip
-    best = jnp.argmin(found.value.reshape(resamples, lanes), axis=1) + lanes * jnp.arange(resamples)
-    theta = found.theta[best]
-    log_units = jnp.log(result.units) - jnp.log(table.scale)
-    params = jax.vmap(lambda t: _in_units(law, t, log_units))(theta)
-    return Bootstrap(params, theta, found.converged[best], table.scale, result.units, law)
-
-
-@partial(jax.jit, static_argnames=("level",))
-def intervals(boot: Bootstrap, level: float = 0.95):
-    """Percentile intervals (low, high) of the parameters, over the refits that converged; NaN where none did."""
-    return tuple(
-        jax.tree.map(lambda v, q=q: jnp.nanquantile(jnp.where(boot.converged, v, jnp.nan), q), boot.params)
-        for q in ((1 - level) / 2, (1 + level) / 2)
-    )
-
-
-@partial(jax.jit, static_argnames=("level",))
-def predict_interval(
-    boot: Bootstrap, n: Real, d: Real, x: Real | None = None, level: float = 0.95
-) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Percentile interval (low, high) of the predicted loss, of the law's curve and not of a new noisy point."""
-    values = predict(boot, n, d, x)
-    keep = boot.converged.reshape((-1,) + (1,) * (values.ndim - 1))
-    return tuple(
-        jnp.nanquantile(jnp.where(keep, values, jnp.nan), q, axis=0) for q in ((1 - level) / 2, (1 + level) / 2)
-    )
