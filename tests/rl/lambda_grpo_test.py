@@ -121,6 +121,9 @@ def test_invariants():
     assert not u[~alive].any()
     order = np.concatenate([p * G + np.random.default_rng(p).permutation(G) for p in range(P)])
     np.testing.assert_array_equal(weight(jnp.asarray(tokens[order]), jnp.asarray(alive[order])), u[order])
+    own = tokens.copy()
+    own[:, 0] = np.arange(N)
+    np.testing.assert_array_equal(weight(own, alive), alive)  # exactly 1: lambda-GRPO is GRPO, bit by bit
     names = np.asarray([7, 40000], np.int32)
     np.testing.assert_array_equal(weight(jnp.asarray(names[tokens]), jnp.asarray(alive)), u)
 

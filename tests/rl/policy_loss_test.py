@@ -187,7 +187,8 @@ def test_vmap_is_a_loop():
         jax.tree.map(lambda a, b, i=i: np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-6), found, expected)
 
 
-@pytest.mark.parametrize("name", ["grpo", pytest.param("lambda, weights", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "lambda, weights"])
 def test_eager_is_jit(made, whole, name):
     loss, metrics = LOSSES[name](*made)
     np.testing.assert_allclose(loss, whole[name][0][0], rtol=1e-5)

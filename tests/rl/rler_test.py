@@ -22,13 +22,15 @@ FIELDS = {
 K, n, A = 2, 6, 4  # one shape in the hand-made cases
 
 
-@partial(compiled, static_argnames=("num_answers", "n_sel", "cross"))
-def everything(answers, valid, num_answers, n_sel, cross):
+def vote(answers, valid, num_answers, n_sel, cross):
     def prompt(a, v):
         ens = rl.ensemble_reward(a, v, num_answers, cross=cross)
         return ens, *rl.select_rollouts(a, v, ens, n_sel)
 
     return jax.vmap(prompt)(answers, valid)
+
+
+everything = compiled(vote, static_argnames=("num_answers", "n_sel", "cross"))
 
 
 metrics = compiled(rl.bias_metrics, static_argnames="selfbias_kind")
@@ -45,21 +47,30 @@ def test_stored_values(golden, file, double):
         ok = g["valid"] > 0
         correct = (g["answers"] == g["gold"][:, None, None]) & (g["answers"] >= 0)
         own = jnp.asarray(g["own_confidence"], dtype)
-        for cross in (False, True):
-            name = "cross" if cross else "pooled"
-            ens, selected, score = everything(answers, valid, int(g["num_answers"]), int(g["n_sel"]), cross)
+
+        @compiled
+        def everything_stored(answers, valid, correct, own):
+            results = {}
+            for name in ("pooled", "cross"):
+                ens, *rest = vote(answers, valid, int(g["num_answers"]), int(g["n_sel"]), name == "cross")
+                results[name] = ens, *rest, rl.bias_metrics(ens.reward, correct, own, valid)
+            alone, *_ = vote(answers[:, :1], valid[:, :1], int(g["num_answers"]), 1, False)
+            one = correct[:, :1], own[:, :1], valid[:, :1]
+            return results | {f"self_{k}": rl.bias_metrics(getattr(alone, k), *one) for k in ("hard", "soft")}
+
+        found = everything_stored(answers, valid, correct, own)
+        for name in ("pooled", "cross"):
+            ens, selected, score, bias = found[name]
             for stored, field in FIELDS.items():
                 close(getattr(ens, field), g[f"{name}/{stored}"], err_msg=f"{name}/{stored}")
             for field, value in (("hard", ens.hard), ("soft", ens.soft), ("reward", ens.reward), ("score", score)):
                 close(np.asarray(value)[ok], g[f"{name}/{field}"][ok], err_msg=f"{name}/{field}")
             np.testing.assert_array_equal(selected, g[f"{name}/selected"] > 0)
-            for field, value in metrics(ens.reward, jnp.asarray(correct), own, valid)._asdict().items():
+            for field, value in bias._asdict().items():
                 close(value, g[f"{name}/metric_{field}"], err_msg=f"{name}/metric_{field}")
-        alone, *_ = everything(answers[:, :1], valid[:, :1], int(g["num_answers"]), int(g["n_sel"]), False)
-        for name in ("hard", "soft"):
-            found = metrics(getattr(alone, name), jnp.asarray(correct[:, :1]), own[:, :1], valid[:, :1])
-            for field, value in found._asdict().items():
-                close(value, g[f"self_{name}/metric_{field}"], err_msg=f"self_{name}/metric_{field}")
+        for name in ("self_hard", "self_soft"):
+            for field, value in found[name]._asdict().items():
+                close(value, g[f"{name}/metric_{field}"], err_msg=f"{name}/metric_{field}")
 
 
 def votes(seed, prompts=6):
