@@ -8,7 +8,7 @@ from pathlib import Path
 # compiled in full in the slow tests, which .ci/run starts with level 3.
 flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 if "xla_backend_optimization_level" not in flags:
-    flags += " --xla_backend_optimization_level=0"
+    flags += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 os.environ["XLA_FLAGS"] = flags.strip()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Num
+from jaxtyping import Array, ArrayLike, Bool, Float, Num
 
 from jaxmeth.types import ConfigError, is_concrete
 
@@ -125,7 +125,11 @@ def binomial_cdf(k: Real, n: Real, p: Real) -> Float[Array, "..."]:
     Reference: C. Loader, "Fast and accurate computation of binomial probabilities" (2000), for the mass;
     DiDonato and Morris (1992) for the tail.
     """
-    k, n, p = _floats(k, n, p)
+    return _binomial_cdf(*_floats(k, n, p))
+
+
+@jax.jit
+def _binomial_cdf(k: Array, n: Array, p: Array) -> Array:
     k = jnp.floor(k)
     inside = (k >= 0) & (k < n)
     hits, size = jnp.where(inside, k, 0.0), jnp.where(inside, n, 1.0)
@@ -267,12 +271,40 @@ def hb_pvalue(rhat: Real, n: Real, eps: Real) -> Float[Array, "..."]:
 
 @jax.jit
 def _hb_pvalue(rhat: Array, n: Array, eps: Array) -> Array:
+    return _pvalue(rhat, jnp.ceil(n * rhat - _BENTKUS_SLACK), n, eps, True)
+
+
+def _pvalue(rhat: Array, count: Array, n: Array, eps: Array, fractional: Array | bool) -> Array:
+    """Hoeffding-Bentkus where ``fractional``, else the binomial tail of ``count``; 1 for eps <= 0, 0 for eps >= 1."""
     inside = (eps > 0) & (eps < 1)
     level = jnp.where(inside, eps, 0.5)
+    exact = binomial_cdf(count, n, level)
     hoeffding = jnp.where(rhat < level, jnp.exp(-_two_deviances(jnp.minimum(n * rhat, n), n, level)), 1.0)
-    bentkus = math.e * binomial_cdf(jnp.ceil(n * rhat - _BENTKUS_SLACK), n, level)
-    value = jnp.minimum(jnp.minimum(hoeffding, bentkus), 1.0)
-    return jnp.where(inside, value, jnp.where(eps >= 1, 0.0, 1.0))
+    loose = jnp.minimum(jnp.minimum(hoeffding, math.e * exact), 1.0)
+    return jnp.where(inside, jnp.where(fractional, loose, exact), jnp.where(eps >= 1, 0.0, 1.0))
+
+
+def mixed_pvalue(total: Real, count: Real, n: Real, eps: Real, fractional: Bool[Array, "..."]) -> Float[Array, "..."]:
+    """p-value of "risk > eps" from a sum of n losses: :func:`hb_pvalue` where ``fractional``, else the exact tail.
+
+    ``count`` is the sum rounded up, of which both need the tail: computed once for the two.
+    """
+    total, count, n, eps = _floats(total, count, n, eps)
+    return _pvalue(total / jnp.maximum(n, 1.0), count, n, eps, fractional)
+
+
+@jax.jit
+def mixed_upper(total: Real, count: Real, n: Real, delta: Real, fractional: Bool[Array, "..."]) -> Float[Array, "..."]:
+    """:func:`hb_upper` where ``fractional``, else :func:`clopper_pearson_upper`, by one bisection."""
+    total, count, n, delta = _floats(total, count, n, delta)
+    rhat = total / jnp.maximum(n, 1.0)
+    low = jnp.where(fractional, jnp.clip(rhat, 0.0, 1.0), jnp.floor(count) / jnp.maximum(n, 1.0))
+
+    def rejects(level):
+        value = _pvalue(rhat, count, n, level, fractional)
+        return jnp.where(fractional, value <= delta, value < delta)
+
+    return jnp.where(fractional | (count < n), _largest(rejects, low), 1.0)
 
 
 def hb_upper(rhat: Real, n: Real, delta: Real) -> Float[Array, "..."]:

@@ -95,8 +95,10 @@ def upper_bounds(summary: Summary, delta: Num[ArrayLike, ""], bound: Bound) -> F
     if bound == "empirical_bernstein":
         variance = (summary.square - summary.total * rhat) / jnp.maximum(n - 1, 1)
         return bounds.empirical_bernstein_ucb(rhat, variance, n, delta)
+    if bound == "auto":
+        return bounds.mixed_upper(summary.total, _count(summary), n, delta, summary.fractional)
     exact = bounds.clopper_pearson_upper(jnp.where(summary.fractional, 0.0, _count(summary)), n, delta)
-    return jnp.where(summary.fractional, 1.0 if bound == "clopper_pearson" else bounds.hb_upper(rhat, n, delta), exact)
+    return jnp.where(summary.fractional, 1.0, exact)
 
 
 def _passes(summary: Summary, eps: Array, delta: Array, bound: Bound) -> Bool[Array, " m"]:
@@ -104,12 +106,9 @@ def _passes(summary: Summary, eps: Array, delta: Array, bound: Bound) -> Bool[Ar
     if bound in ("naive", "crc", "hoeffding", "empirical_bernstein"):
         passed = upper_bounds(summary, delta, bound) <= eps
     else:
-        n = summary.n
-        exact = bounds.binomial_cdf(_count(summary), n, eps)
-        rhat = summary.total / jnp.maximum(n, 1)
-        loose = 1.0 if bound == "clopper_pearson" else bounds.hb_pvalue(rhat, n, eps)
-        fractional = True if bound == "hoeffding_bentkus" else summary.fractional
-        passed = jnp.where(fractional, loose, exact) <= delta
+        fractional = summary.fractional | (bound == "hoeffding_bentkus")
+        pvalue = bounds.mixed_pvalue(summary.total, _count(summary), summary.n, eps, fractional)
+        passed = (pvalue <= delta) & ~(summary.fractional & (bound == "clopper_pearson"))
     return passed | (eps >= 1)
 
 

@@ -140,6 +140,11 @@ def test_thresholds_with_hindsight():
     assert policies.cheapest(share, right, wrong, np.array([0.9]), 0.1) == 1.0
 
 
+def test_an_unknown_rule_is_refused():
+    with pytest.raises(core.ConfigError, match="rules: found 'none'"):
+        budget.Config(rules=("naive", "none"))
+
+
 def test_splits_are_disjoint_and_whole():
     first, second = budget_real.splits(50, budget.Config(splits=3))
     assert first.shape == (3, 10)
@@ -147,11 +152,10 @@ def test_splits_are_disjoint_and_whole():
     assert not np.array_equal(first[0], first[1])
 
 
-def test_made_rows_and_claims(monkeypatch):
-    monkeypatch.setattr(rules, "RULES", {name: rules.RULES[name] for name in CHEAP})
-    monkeypatch.setitem(rules.RULES, "UCB pointwise", rules.Rule("hoeffding", "suffix", False))
-    monkeypatch.setitem(rules.RULES, "Clopper-Pearson suffix", rules.Rule("hoeffding", "suffix", True))
-    cfg = budget.Config(calibrations=60, sizes=(60,), eps=(0.05, 0.2), eps_exhausted=(0.45,), population=10_000)
+def test_made_rows_and_claims():
+    cfg = budget.Config(
+        rules=CHEAP, calibrations=60, sizes=(60,), eps=(0.05, 0.2), eps_exhausted=(0.45,), population=10_000
+    )
     rows, law = budget._made(cfg, core.RunDir())
     assert len(rows) == 3 * 5
     assert law["risk"][0] > 0.8
@@ -177,10 +181,15 @@ def test_the_paper_preset_checks_shapes():
 
 @pytest.mark.slow
 def test_a_small_run_writes_its_parts(monkeypatch, command, tmp_path):
-    monkeypatch.setattr(rules, "RULES", {name: rules.RULES[name] for name in ("naive", "UCB pointwise")})
-    monkeypatch.setitem(rules.RULES, "Clopper-Pearson suffix", rules.Rule("clopper_pearson", "suffix", True))
     small = dataclasses.replace(
-        budget.PRESETS["smoke"], calibrations=40, sizes=(50,), items=8, samples=4, splits=10, population=10_000
+        budget.PRESETS["smoke"],
+        rules=("naive", "Clopper-Pearson suffix"),
+        calibrations=40,
+        sizes=(50,),
+        items=8,
+        samples=4,
+        splits=10,
+        population=10_000,
     )
     monkeypatch.setitem(budget.PRESETS, "smoke", small)
     code, out, err = command("run", "budget", "--preset", "smoke", "--out", tmp_path)
