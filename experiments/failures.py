@@ -50,6 +50,8 @@ def explain(error: Exception, about: About | None = None, config: Any = None) ->
         size = f"could not allocate {_bytes(size.group())}" if size else "an allocation failed"
         advice = f"lower --{knob.replace('_', '-')} (now {getattr(config, knob)})" if knob else "use a smaller preset"
         return 1, f"out of memory: {size} with {_in_use()} in use; {advice}"
+    if isinstance(error, RuntimeError) and "initialize backend" in text:
+        return 2, f"JAX cannot use the device asked for: {text.splitlines()[0]}; unset JAX_PLATFORMS or install it"
     if isinstance(error, ImportError) and "jaxmeth[" in text:  # the library's own: it names the extra
         return 2, text
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""

@@ -93,12 +93,12 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
         from experiments.shapes import judge_shapes
 
         return judge_shapes()
+    path = core.data_file("06-judge-confidence", "judge_probs.csv", cfg.data)
+    table = judge_data.read(path) if path else judge_data.made_table(500, cfg.seed)
     made = _made(cfg, folder)
     promises, claims = _promises(cfg, made)
     ranks = _rank_rows(made)
     claims = _rank_claims(made) + claims
-    path = core.data_file("06-judge-confidence", "judge_probs.csv", cfg.data)
-    table = judge_data.read(path) if path else judge_data.made_table(500, cfg.seed)
     source = f"{len(table.agree)} {'real' if path else 'made'} comparisons"
     real = _table(cfg, folder, table)
     rows, more = _selective(cfg, real, source)
@@ -186,18 +186,22 @@ def _table(cfg: Config, folder: core.RunDir, table: judge_data.Rows) -> Judged:
 
 
 def _rank_rows(judged: Judged) -> core.Rows:
+    import jax
+    import jax.numpy as jnp
+
     from jaxmeth.uncertainty.judge import monotonicity_violation
 
+    falls = jax.jit(jax.vmap(monotonicity_violation))
     rows = []
     for name, conf in judged.test.items():
         strict, area = judge_methods.ranking(conf, judged.right_test)
-        falling = [float(monotonicity_violation(c, a)) for c, a in zip(conf, judged.right_test, strict=True)]
+        falling = np.asarray(falls(jnp.asarray(conf, jnp.float32), jnp.asarray(judged.right_test)))
         rows.append(
             {
                 "confidence": name,
                 "misranked pairs": rules.spread(strict),
                 "AUROC": rules.spread(area),
-                "bins that fall": rules.spread(np.array(falling)),
+                "bins that fall": rules.spread(falling),
             }
         )
     return rows

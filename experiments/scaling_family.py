@@ -89,7 +89,7 @@ def functions(cfg, text_shape: tuple[int, ...], steps: int, rate: float, batch: 
     from jaxmeth.models import apply
 
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, min(WARMUP, steps // 4), steps, 0.1 * rate)
-    optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99, weight_decay=0.0))
+    optimiser = optax.flatten(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.99)))
 
     def loss(params, tokens):
         logits = apply(params, cfg, tokens[:, :-1]).logits.astype(jnp.float32)
@@ -141,6 +141,10 @@ def train_one(cfg: Any, folder: core.RunDir, width: int, bar: core.progress | No
 
     from jaxmeth.models import init
 
+    wanted, stops, key = levels(cfg.snr_db, cfg.bits), steps_at(cfg.train_steps), f"family-{width}"
+    stored = folder.load(key) if folder.done(key) else None
+    if stored is not None and int(stored["done"]) == len(stops):
+        return int(stored["n"]), stored["losses"]
     text, held, vocab = corpus(cfg.text)
     model = config(width, vocab, cfg.length)
     # Noise, data and initial weights of a width hang on the seed and the width only.
@@ -149,16 +153,12 @@ def train_one(cfg: Any, folder: core.RunDir, width: int, bar: core.progress | No
     rate = cfg.rate * (64 / width) ** 0.5
     opt_init, train, measure = functions(model, text.shape, cfg.train_steps, rate, cfg.batch, cfg.length)
     params = init(model, keys["init"])
-    state = (params, opt_init(params))
-    leaves, structure = jax.tree.flatten(state)
-    wanted, stops = levels(cfg.snr_db, cfg.bits), steps_at(cfg.train_steps)
+    n, (leaves, structure) = size(params), jax.tree.flatten((params, opt_init(params)))
     losses, done = np.full((len(stops), len(wanted)), np.nan), 0
-    key = f"family-{width}"
-    if folder.done(key):
-        stored = folder.load(key)
+    if stored is not None:
         losses, done = stored["losses"], int(stored["done"])
-        if done < len(stops):
-            state = jax.tree.unflatten(structure, [jnp.asarray(stored[f"leaf{i}"]) for i in range(len(leaves))])
+        leaves = [jnp.asarray(stored[f"leaf{i}"]) for i in range(len(leaves))]
+    state = jax.tree.unflatten(structure, leaves)
     rows = np.linspace(0, len(held) - cfg.length - 1, EVAL_SEQUENCES).astype(int)
     shown = jnp.asarray(held[rows[:, None] + np.arange(cfg.length + 1)[None]])
     # The same noise at every checkpoint: what changes along training is the model alone.
@@ -172,10 +172,10 @@ def train_one(cfg: Any, folder: core.RunDir, width: int, bar: core.progress | No
         folder.log(int(stops[number]), f"width {width}", **{v.name: losses[number, i] for i, v in enumerate(wanted)})
         last = number == len(stops) - 1
         kept = {} if last else {f"leaf{i}": v for i, v in enumerate(jax.tree.leaves(state))}
-        folder.save(key, losses=losses, done=number + 1, **kept)
+        folder.save(key, n=n, losses=losses, done=number + 1, **kept)
         if bar is not None:
             bar.note(f"width {width}, step {stops[number]}, loss {losses[number, 0]:.3f}")
-    return size(params), losses
+    return n, losses
 
 
 def train_all(cfg: Any, folder: core.RunDir) -> list[Table]:

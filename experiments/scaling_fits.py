@@ -121,7 +121,7 @@ def remarks(table_rows) -> list[str]:
     return said
 
 
-def turn(result, n: float, low: float, high: float):
+def turn(result, n, low: float, high: float):
     """Critical tokens of a fitted Shannon law, in counts; NaN where its loss falls all the way."""
     from jaxmeth import scaling
 
@@ -152,6 +152,16 @@ def resampled(fitted: Fitted, seed: int, resamples: int):
         fitted.results["Shannon"], n, d, y, weights=weights, groups=groups, rng=jax.random.key(seed),
         resamples=resamples,
     )  # fmt: skip
+
+
+def critical(result, boot, sizes: np.ndarray, d: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Critical tokens at sizes [k], of the fit [k] and of its resamples [R, k], sought in 0.1 to 1e4 times ``d``."""
+    import jax
+
+    low, high = d.min() / 10, 1e4 * d.max()
+    batch = jax.tree.map(lambda v: v[:, None], boot.params)
+    drawn = turn(result._replace(params=batch), sizes[None], low, high)
+    return np.asarray(turn(result, sizes, low, high)), np.asarray(drawn)
 
 
 def draw_basins(figure, fitted: Fitted) -> None:

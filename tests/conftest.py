@@ -3,13 +3,11 @@
 import os
 from pathlib import Path
 
-# Set before JAX starts its backend. Eight host devices: sharded code is tested on any machine. No LLVM optimisation,
-# unless the caller sets a level: compiling is most of the tests' time and takes half as long without. What ships is
-# compiled in full in the slow tests, which .ci/run starts with level 3.
-flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-if "xla_backend_optimization_level" not in flags:
-    flags += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-os.environ["XLA_FLAGS"] = flags.strip()
+# Set before JAX starts its backend. No LLVM optimisation, unless the caller sets flags: compiling is most of the tests'
+# time and takes half as long without. The slow tests, which .ci/run starts with level 3, compile as users do.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+# Eight host devices, so that sharded code is tested on any machine.
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import jax

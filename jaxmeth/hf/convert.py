@@ -245,7 +245,13 @@ def _let_go(tensor: np.ndarray) -> None:
 def _aligned(shape: Shape, dtype: np.dtype) -> np.ndarray:
     """An empty array that JAX on a CPU takes over as it is; one that is not aligned it would copy."""
     size = math.prod(shape) * dtype.itemsize
-    raw = np.empty(size + ALIGNMENT, np.uint8)
+    try:
+        raw = np.empty(size + ALIGNMENT, np.uint8)
+    except MemoryError:
+        raise MemoryError(
+            f"could not allocate {size:,} bytes for a {dtype.name} leaf of shape {shape}; free memory, or load with "
+            "dtype='bfloat16' (half of float32)"
+        ) from None
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)
 

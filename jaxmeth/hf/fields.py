@@ -86,4 +86,3 @@ class Fields:
         if default is REQUIRED:
             raise self.error(name, "a value (the field is required)")
         return default, False
-

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxmeth.hf import convert, gguf_models
 from jaxmeth.hf.chat import chat_template_from_folder
@@ -69,11 +70,19 @@ def load(
       strict_finite: refuse NaN and infinite weights; False warns, naming the tensors.
 
     Raises:
-      ConfigError: an unusable ``config.json`` (names the field), or a source that cannot be found.
+      ConfigError: an unusable ``config.json`` (names the field), a source that cannot be found, or another dtype.
       WeightsError: weights that are malformed, untrusted (pickles), incomplete or of another shape (names file and
         tensor).
       ImportError: an optional package is needed; the message names ``jaxmeth[hf]``.
     """
+    try:
+        floating = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        floating = False
+    if not floating:
+        raise ConfigError(f"dtype: found {dtype!r}, expected a floating type such as float32 or bfloat16")
+    if not isinstance(source, str | os.PathLike) or not os.fspath(source):
+        raise ConfigError(f"source: found {source!r}, expected a folder, a .gguf file or a hub owner/name")
     opened = _open(source)
     with opened.weights as weights:
         cfg = convert.settle(opened.cfg, weights)

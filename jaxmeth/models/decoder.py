@@ -320,10 +320,21 @@ def apply(
       ``Output``; logits float32 (float64 for float64 parameters). Rows of padding hold finite, meaningless values.
 
     Raises:
-      ConfigError: tokens outside the vocabulary (checked where the values are on this host), an empty sequence, or
-        one longer than ``cfg.max_positions`` or the cache.
+      ConfigError: tokens outside the vocabulary or positions outside ``cfg.max_positions`` (checked where the values
+        are on this host), an empty batch or sequence, one longer than ``cfg.max_positions`` or the cache, mask or
+        positions of another shape.
     """
     check_tokens(cfg, tokens, 0)
+    for name, value in (("mask", mask), ("positions", positions)):
+        if value is not None and tuple(np.shape(value)) != tuple(tokens.shape):
+            raise ConfigError(f"{name}: found shape {tuple(np.shape(value))}, expected that of tokens {tokens.shape}")
+    if positions is not None and _on_host(positions):
+        low, high = int(np.min(positions)), int(np.max(positions))
+        if low < 0 or high >= cfg.max_positions:
+            found = low if low < 0 else high
+            raise ConfigError(f"positions: found {found}, expected 0 to max_positions - 1, {cfg.max_positions - 1}")
+    if attend is not None and not callable(attend):
+        raise ConfigError(f"attend: found {attend!r}, expected a function such as attention.dense")
     if cache is not None and _on_host(cache.index):
         used, slots = int(cache.index), cache.k.shape[3]
         if used + tokens.shape[1] > slots:
@@ -335,8 +346,13 @@ def apply(
 
 def check_tokens(cfg: DecoderConfig, tokens, new_tokens: int) -> None:
     """Refuse, on the host, what would silently index outside a table; values are read only where that is free."""
+    if not isinstance(tokens, jax.Array | np.ndarray) or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        kind = getattr(tokens, "dtype", type(tokens).__name__)
+        raise ConfigError(f"tokens: found {kind}, expected an array of integers")
     if tokens.ndim != 2:
         raise ConfigError(f"tokens: found shape {tuple(tokens.shape)}, expected [batch, length]")
+    if tokens.shape[0] == 0:
+        raise ConfigError("tokens: found an empty batch, expected at least one row")
     if tokens.shape[1] == 0:
         raise ConfigError("tokens: found an empty prompt, expected at least one token")
     if tokens.shape[1] + new_tokens > cfg.max_positions:

@@ -183,10 +183,12 @@ def generate(
       ConfigError: ids outside the vocabulary, an empty prompt, more tokens than positions, a row whose last token is
         padding, or an argument out of range.
     """
-    tokens = jnp.asarray(tokens) if isinstance(tokens, np.ndarray) else tokens
+    if not isinstance(max_new_tokens, int | np.integer) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens: found {max_new_tokens!r}, expected a whole number of at least 1")
+    if not isinstance(stop, tuple | jax.Array | np.ndarray):
+        raise ConfigError(f"stop: found {stop!r}, expected a tuple or an array of token ids")
     check_tokens(cfg, tokens, max_new_tokens)
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens: found {max_new_tokens}, expected at least 1")
+    tokens = jnp.asarray(tokens)
     if tuple(mask.shape) != tuple(tokens.shape):
         raise ConfigError(f"mask: found shape {tuple(mask.shape)}, expected that of tokens {tuple(tokens.shape)}")
     if not isinstance(mask, jax.core.Tracer) and not np.all(np.asarray(mask)[:, -1]):

@@ -29,7 +29,7 @@ Points = Shaped[ArrayLike, "..."]
 _LOG_BOUND = 40.0
 _EXPONENT_BOUND = 5.0
 _SCREEN_STEPS, _SCREEN_ROWS = 20, 64
-_KEEP = 16
+_KEEP, _ENOUGH = 16, 0.75
 _NEAR = 1.01
 
 
@@ -193,14 +193,19 @@ def search(law, table: Table, start, weights, *, objective, huber, steps, with_x
     residual = _residual(law, objective, table.mean, with_x)
     rows = (table.log_n, table.log_d, table.y, table.x)
     width = huber if objective == "huber" else None
-    return levenberg.minimise(residual, start, *_box(law, start.dtype), rows, weights, huber=width, steps=steps)
+    # Several rows of weights are several problems.
+    enough = _ENOUGH if len(weights) == 1 else 1.0
+    box = _box(law, start.dtype)
+    return levenberg.minimise(residual, start, *box, rows, weights, huber=width, steps=steps, enough=enough)
 
 
 @partial(jax.jit, static_argnames=("with_x",))
 def _finish(law, table: Table, found: levenberg.Solution, n0, d0, *, with_x) -> FitResult:
     dtype = table.y.dtype
     units = jnp.asarray([n0, d0], dtype)
-    best = jnp.argmin(found.value)
+    # Starts that met in one minimum differ by rounding; the one that settled most is taken.
+    ties = found.value <= jnp.min(found.value) * (1 + 32 * jnp.finfo(dtype).eps)
+    best = jnp.argmin(jnp.where(ties & found.converged, found.slope, jnp.where(ties, jnp.finfo(dtype).max, jnp.inf)))
     theta, value = found.theta[best], found.value[best]
     near = (found.value <= value * _NEAR + jnp.finfo(dtype).eps ** 2)[:, None]
     ends = jnp.where(near, found.theta, -jnp.inf).max(0) - jnp.where(near, found.theta, jnp.inf).min(0)
@@ -259,8 +264,8 @@ def fit(
 
     ``objective="mse"`` minimises the weighted squared error of the loss, ``"huber"`` Huber's loss of width ``huber`` of
     the log loss. Coefficients are fitted as logs in [-40, 40], exponents in [0, 5], by Levenberg-Marquardt: all starts
-    go 20 steps in float32 on 64 of the points, the best ``keep`` (default: one in 64, at least 16) go on until they
-    converge.
+    go 20 steps in float32 on 64 of the points, the best ``keep`` (default: one in 64, at least 16) go on until
+    three in four and the best of all have converged.
     ``starts`` may be an array of starts in the order of :func:`free_parameters`, logs of coefficients first, for N and
     D over their geometric means. ``gauge`` names the noise coefficient of the Shannon law fixed at 1 (None: its Hessian
     is singular). ``x``: bits or strength of a perturbation, for the laws that know it. Weight 0 leaves a point out.

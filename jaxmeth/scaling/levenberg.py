@@ -21,10 +21,14 @@ _CALM, _SETTLE = 3, 12
 
 
 class Solution(NamedTuple):
-    """Where each of S starts ended; ``value`` is the objective there, inf where the start had none."""
+    """Where each of S starts ended; ``value`` is the objective there, inf where the start had none.
+
+    ``slope`` is the squared gradient in units of the curvature: of equal values the smaller slope is nearer.
+    """
 
     theta: Float[Array, "S p"]
     value: Float[Array, " S"]
+    slope: Float[Array, " S"]
     converged: Bool[Array, " S"]
     steps: Int[Array, ""]
 
@@ -53,12 +57,14 @@ def minimise(
     huber: float | Float[Array, ""] | None = None,
     steps: int | Int[Array, ""] = 400,
     tolerance: float | None = None,
+    enough: float = 1.0,
 ) -> Solution:
     """Minimise ``sum_i w_i rho(r_i(theta))`` over the box from every start, rho = r^2/2 or Huber's of width ``huber``.
 
     Huber's loss by iteratively reweighted squares. A start has converged when twelve (float32: three) accepted steps in
     a row lower its objective by less than ``tolerance`` (relative; 1e-10, or 1e-7 in float32), when nothing is left to
-    lower, or when no step however short lowers it. All in the type of ``start``.
+    lower, or when no step however short lowers it. It ends when all have; where the starts share one problem,
+    ``enough`` is the share that must have, if the best of all is among them. All in the type of ``start``.
     """
     dtype = start.dtype
     eps = float(jnp.finfo(dtype).eps)
@@ -68,12 +74,16 @@ def minimise(
     patience = _CALM if single else _SETTLE
     count, p = start.shape
     identity = jnp.eye(p, dtype=dtype)[None]
-    evaluate_rows = jax.vmap(
-        jax.vmap(jax.value_and_grad(residual), (None, *[0] * len(rows)), out_axes=(0, 1)), (0, *[None] * len(rows))
-    )
+
+    def residuals(theta):
+        return jax.vmap(residual, (None, *[0] * len(rows)))(theta, *rows)
+
+    def with_jacobian(theta):
+        """Residuals [n] and their Jacobian [p, n], forwards: a few parameters, hundreds of rows."""
+        return jax.vmap(lambda v: jax.jvp(residuals, (theta,), (v,)), out_axes=(None, 0))(identity[0])
 
     def evaluate(theta):
-        r, jacobian = evaluate_rows(theta, *rows)
+        r, jacobian = jax.vmap(with_jacobian)(theta)
         value = _penalty(r, huber)
         weight = weights if huber is None else weights * (huber / jnp.maximum(jnp.abs(r), huber))
         # A row of weight zero must not spoil a start by its infinity.
@@ -131,8 +141,15 @@ def minimise(
         jnp.zeros(count, bool),
         jnp.zeros((), jnp.int32),
     )
-    last = jax.lax.while_loop(lambda c: (c.step < steps) & ~jnp.all(c.done), body, first)
-    return Solution(last.theta, last.value, last.done & jnp.isfinite(last.value), last.step)
+
+    def going(c: _Carry):
+        settled = jnp.all(c.done)
+        if enough < 1:
+            settled |= (jnp.mean(c.done) >= enough) & c.done[jnp.argmin(c.value)]
+        return (c.step < steps) & ~settled
+
+    last = jax.lax.while_loop(going, body, first)
+    return Solution(last.theta, last.value, last.slope, last.done & jnp.isfinite(last.value), last.step)
 
 
 def _penalty(r: Array, huber) -> Array:

@@ -118,11 +118,11 @@ def test_outcomes_by_hand():
     correct = jnp.asarray([[0, 0, 1], [0, 1, 1], [0, 1, 1], [0, 0, 0]], bool)
     length, tokens = jnp.full(4, 3), jnp.asarray([[10, 20, 40]] * 4)
     policy = stopping.Policy(*[jnp.float32(v) for v in (0.8, 0.0, 0.0, 0.2, 0.2, 40.0, 0.0, 1.0)])
-    found = policies.outcome(policy, signal, correct, length, tokens)
+    found = jax.jit(policies.outcome)(policy, signal, correct, length, tokens)
     np.testing.assert_allclose(found, (1 / 4, (2 / 3) / 4, (0.25 + 0.25 + 0.5 + 1) / 4, 1 / 4), rtol=1e-6)
     both = policies.evaluate(jax.tree.map(lambda v: jnp.stack([v, v]), policy), signal, correct, length, tokens)
     np.testing.assert_allclose(both, np.array(found)[:, None].repeat(2, 1), rtol=1e-6)
-    table = policies.upper_tables(signal, correct, length, tokens, jnp.asarray([0.8, 2.0]))
+    table = jax.jit(policies.upper_tables)(signal, correct, length, tokens, jnp.asarray([0.8, 2.0]))
     np.testing.assert_array_equal(table.loss, [[1, 0], [0, 0], [0, 0], [0, 0]])
     np.testing.assert_array_equal(table.share, [[0.25, 1], [1, 1], [0.5, 1], [1, 1]])
     first, full = policies.fixed_budgets(correct, length, tokens, (0.3, 1.0))
@@ -157,7 +157,7 @@ def test_made_rows_and_claims():
         rules=CHEAP, calibrations=60, sizes=(60,), eps=(0.05, 0.2), eps_exhausted=(0.45,), population=10_000
     )
     rows, law = budget._made(cfg, core.RunDir())
-    assert len(rows) == 3 * 5
+    assert len(rows) == 3 * 3  # two levels of one loss, one of the other
     assert law["risk"][0] > 0.8
     assert law["risk"][-1] == 0
     by = {(r["loss"], r["eps"], r["rule"]): r for r in rows}

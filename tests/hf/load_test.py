@@ -440,3 +440,14 @@ def test_conversion_of_the_real_model_is_quick_and_frugal(tmp_path):
         assert size > 5e8
         assert seconds < 20
         assert ratio < 2.5
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bool", "complex64", "junk"])
+def test_only_floating_types(golden, dtype):
+    with pytest.raises(ConfigError, match=f"dtype: found '{dtype}', expected a floating type"):
+        hf.load(golden / "hf" / "llama", dtype=dtype)
+
+
+def test_an_empty_source_is_not_the_current_folder():
+    with pytest.raises(ConfigError, match="source: found ''"):
+        hf.load("")

@@ -218,3 +218,16 @@ def test_a_full_cache_is_refused_instead_of_overwritten():
     cache = models.apply(params, LLAMA, tokens, cache=models.init_cache(LLAMA, 2, 10)).cache
     with pytest.raises(ConfigError, match="10 slots, 6 of them used, expected room for 6"):
         models.apply(params, LLAMA, tokens, cache=cache)
+
+
+def test_positions_masks_and_batches_that_do_not_fit_are_refused():
+    params, tokens = models.init(LLAMA, jax.random.key(0)), some_tokens(LLAMA)
+    for wrong in (-1, LLAMA.max_positions):
+        with pytest.raises(ConfigError, match=f"positions: found {wrong}, expected 0 to max_positions"):
+            models.apply(params, LLAMA, tokens, positions=jnp.full(tokens.shape, wrong))
+    with pytest.raises(ConfigError, match="tokens: found an empty batch"):
+        models.apply(params, LLAMA, jnp.zeros((0, 3), jnp.int32))
+    # The annotations are checked in tests, so what they would refuse is given to the check itself.
+    for wrong in ([[1, 2]], None, "ab", np.ones((1, 2), np.float32)):
+        with pytest.raises(ConfigError, match=r"tokens: found .*expected an array of integers"):
+            check_tokens(LLAMA, wrong, 0)

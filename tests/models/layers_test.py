@@ -19,21 +19,21 @@ class LowRank(NamedTuple):
     b: jax.Array
 
     def matmul(self, x):
-        return x @ self.base + (x @ self.a) @ self.b
+        return x @ self.base.T + (x @ self.a.T) @ self.b.T
 
 
 def test_linear_takes_arrays_and_weight_types():
     r = np.random.default_rng(0)
-    x, base, a, b = (jnp.asarray(r.normal(size=s), jnp.float32) for s in ((2, 3, 8), (8, 6), (8, 2), (2, 6)))
+    x, base, a, b = (jnp.asarray(r.normal(size=s), jnp.float32) for s in ((2, 3, 8), (6, 8), (2, 8), (6, 2)))
     weight = LowRank(base, a, b)
     assert isinstance(weight, LinearWeight)
-    np.testing.assert_allclose(linear(x, base), np.asarray(x) @ np.asarray(base), atol=1e-5)
-    np.testing.assert_allclose(linear(x, weight), linear(x, base + a @ b), atol=1e-5)
+    np.testing.assert_allclose(linear(x, base), np.asarray(x) @ np.asarray(base).T, atol=1e-5)
+    np.testing.assert_allclose(linear(x, weight), linear(x, base + b @ a), atol=1e-5)
 
 
 def test_linear_accumulates_low_precision_in_float32():
     x = jnp.full((1, 4096), 0.01, jnp.bfloat16)
-    w = jnp.full((4096, 1), 1.0, jnp.bfloat16)
+    w = jnp.full((1, 4096), 1.0, jnp.bfloat16)
     assert linear(x, w).dtype == jnp.bfloat16
     np.testing.assert_allclose(float(linear(x, w)[0, 0]), 4096 * float(x[0, 0]), rtol=0.005)
 

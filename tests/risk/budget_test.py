@@ -325,18 +325,22 @@ def test_an_unsorted_grid_is_refused(many):
 
 
 def test_an_ensemble_is_the_cheapest_certified_signal_and_of_one_signal_its_calibration():
-    tables = [upper_table(*simulate(jax.random.key(i), 200)[:3], jnp.linspace(0, 1.05, 64)) for i in (1, 2)]
+    table = jax.jit(lambda key: upper_table(*simulate(key, 200)[:3], jnp.linspace(0, 1.05, 64)))
+    tables = [table(jax.random.key(i)) for i in (1, 2)]
     losses, cost = (jnp.stack(values) for values in zip(*tables, strict=True))
     cost = cost.at[1].add(0.2)
-    signal, found = budget.calibrate_ensemble(losses, cost, 0.15, 0.1)
-    alone = risk.calibrate(losses[0], cost[0], 0.15, 0.05)
+    signal, found = budget.calibrate_ensemble(losses, cost, 0.15, 0.1, "hoeffding")
+    alone = risk.calibrate(losses[0], cost[0], 0.15, 0.05, "hoeffding")
     assert signal == 0
     jax.tree.map(np.testing.assert_array_equal, found, alone)
-    signal, found = budget.calibrate_ensemble(losses[1:], cost[1:], 0.15, 0.1)
-    jax.tree.map(np.testing.assert_array_equal, found, risk.calibrate(losses[1], cost[1], 0.15, 0.1))
-    signal, found = budget.calibrate_ensemble(losses, cost, 1e-4, 0.1)
+    signal, found = budget.calibrate_ensemble(losses[1:], cost[1:], 0.2, 0.1, "hoeffding")
+    jax.tree.map(np.testing.assert_array_equal, found, risk.calibrate(losses[1], cost[1], 0.2, 0.1, "hoeffding"))
+    signal, found = budget.calibrate_ensemble(losses, cost, 1e-4, 0.1, "hoeffding")
     assert signal == -1
     assert not found.feasible
+    np.testing.assert_allclose(found.bound, np.sqrt(np.log(20) / 400), atol=1e-6)
+    with pytest.raises(ConfigError, match="losses"):
+        budget.calibrate_ensemble(losses - 1, cost, 0.15, 0.1)
 
 
 # --- online ----------------------------------------------------------------------------------------------------------
