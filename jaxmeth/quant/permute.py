@@ -1,0 +1,181 @@
+"""Orders of channels that decide which outliers share a rotation block, and the statistics they are made from.
+
+An order ``idx`` says "new channel p holds old channel idx[p]": ``x_permuted = x[..., idx]``, for rows and columns
+alike. All functions here leave the channels as they are where one block holds them all.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from jaxmeth.types import ConfigError, is_concrete
+
+
+class MassState(NamedTuple):
+    """Streaming statistics of channels: ``total`` of |x| and ``peak`` of |x| over ``count`` tokens."""
+
+    total: Float[Array, "*l d"]
+    peak: Float[Array, "*l d"]
+    count: Float[Array, ""]
+
+    @property
+    def mean(self) -> Float[Array, "*l d"]:
+        """Mean |x|; 0 before the first token."""
+        return self.total / jnp.maximum(self.count, 1)
+
+
+Permute = Callable[[MassState, int], Int[Array, " d"]]
+"""The seam: statistics of the channels and a block size -> an order."""
+
+
+def mass_init(*shape: int) -> MassState:
+    """No token seen yet."""
+    return MassState(jnp.zeros(shape), jnp.zeros(shape), jnp.zeros(()))
+
+
+def update_mass(state: MassState, x: Float[Array, "*n d"]) -> MassState:
+    """Add the tokens of ``x``; sums in float32 or better whatever the dtype of x. No tokens change nothing."""
+    size = jnp.abs(x.astype(jnp.promote_types(x.dtype, jnp.float32))).reshape(-1, x.shape[-1])
+    return MassState(
+        state.total + size.sum(0), jnp.maximum(state.peak, size.max(0, initial=0.0)), state.count + size.shape[0]
+    )
+
+
+def channel_mass(x: Float[Array, "T d"]) -> Float[Array, " d"]:
+    """Mean |x| of each channel in float32 or better. Raises: ConfigError for no tokens, NaN or infinity."""
+    if x.shape[0] == 0:
+        raise ConfigError("x: found no tokens, expected at least one")
+    _finite(x, "x")
+    return jnp.abs(x.astype(jnp.promote_types(x.dtype, jnp.float32))).mean(0)
+
+
+def _finite(x: Array, name: str) -> None:
+    if is_concrete(x) and not bool(jnp.isfinite(x).all()):
+        raise ConfigError(f"{name}: found NaN or infinity, expected finite numbers")
+
+
+def _check(values: Array, block: int, name: str) -> None:
+    d = values.shape[-1]
+    if isinstance(block, bool) or not isinstance(block, int) or block < 1 or d % block:
+        raise ConfigError(f"block: found {block!r}, expected a whole number that divides the width {d}")
+    _finite(values, name)
+
+
+def massdiff(mass: Float[Array, " d"], block: int) -> Int[Array, " d"]:
+    r"""Greedy mass diffusion: an order in which all blocks hold about the same mass.
+
+    The n = d / block heaviest channels open one block each; then, from heavy to light, each channel joins the lightest
+    block that is not full (the first of equals):
+
+    .. math:: j^* = \arg\min_{j : |B_j| < b} \sum_{i \in B_j} s_i, \qquad s_i = \mathrm{mean}_t |X_{ti}|
+
+    which is longest-processing-time list scheduling with full blocks closed: O(d log d + d n).
+
+    Args:
+      mass: s, of the input of the rotation in the unrotated model (``channel_mass`` or ``MassState.mean``).
+      block: b, static.
+
+    Returns:
+      The order; blocks in turn, members in the order they joined. Equal masses: lower channel first. Channels of mass
+      0 join last. ``arange(d)`` where block = d.
+
+    Raises: ConfigError where ``block`` does not divide d, or (outside jit) for NaN or infinity.
+    Reference: arXiv 2601.22347, MassDiff. Reconstruction: the public code carries whole token vectors and takes the
+      mean at each step; adding one candidate to every block leaves the argmin alone, so scalars suffice.
+    """
+    _check(mass, block, "mass")
+    return _massdiff(mass, block)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _massdiff(mass: Float[Array, " d"], block: int) -> Int[Array, " d"]:
+    d = mass.shape[0]
+    if d == block:
+        return jnp.arange(d)
+    n = d // block
+    mass = mass.astype(jnp.promote_types(mass.dtype, jnp.float32))
+    order = jnp.argsort(-mass, stable=True)
+    heaviest = mass[order[:n]]
+
+    def join(carry, channel):
+        open_mass, held, count = carry
+        j = jnp.argmin(open_mass)
+        place = j * block + count[j]
+        held, count = held.at[j].add(mass[channel]), count.at[j].add(1)
+        open_mass = open_mass.at[j].set(jnp.where(count[j] == block, jnp.inf, held[j]))
+        return (open_mass, held, count), place
+
+    begun = jnp.ones((n,), jnp.int32)
+    open_mass = jnp.where(begun == block, jnp.inf, heaviest)
+    _, places = jax.lax.scan(join, (open_mass, heaviest, begun), order[n:])
+    idx = jnp.zeros((d,), order.dtype).at[jnp.arange(n) * block].set(order[:n])
+    return idx.at[places].set(order[n:])
+
+
+def zigzag(absmax: Float[Array, " d"], block: int) -> Int[Array, " d"]:
+    """Deal channels from the largest ``max |x|`` down to the blocks, back and forth. Raises: as ``massdiff``."""
+    _check(absmax, block, "absmax")
+    d = absmax.shape[0]
+    if d == block:
+        return jnp.arange(d)
+    rows = jnp.argsort(-absmax, stable=True).reshape(block, d // block)
+    return rows.at[1::2].set(rows[1::2, ::-1]).T.reshape(-1)
+
+
+def absmax_order(absmax: Float[Array, " d"]) -> Int[Array, " d"]:
+    """Channels from the largest ``max |x|`` down: outliers together, the adversary among the baselines."""
+    _finite(absmax, "absmax")
+    return jnp.argsort(-absmax, stable=True)
+
+
+def random_perm(key: Key[Array, ""], d: int) -> Int[Array, " d"]:
+    """A uniformly random order; consumes ``key``."""
+    return jax.random.permutation(key, d)
+
+
+# --- the same as strategies ------------------------------------------------------------------------------------------
+
+
+def by_mass(stats: MassState, block: int) -> Int[Array, " d"]:
+    """PeRQ's order: ``massdiff`` of mean |x|."""
+    return massdiff(stats.mean, block)
+
+
+def by_zigzag(stats: MassState, block: int) -> Int[Array, " d"]:
+    """``zigzag`` of max |x|."""
+    return zigzag(stats.peak, block)
+
+
+def by_absmax(stats: MassState, block: int) -> Int[Array, " d"]:
+    """``absmax_order``, unless one block holds all."""
+    return absmax_order(stats.peak) if block < stats.peak.shape[-1] else jnp.arange(block)
+
+
+def by_identity(stats: MassState, block: int) -> Int[Array, " d"]:
+    """Channels as they are."""
+    return jnp.arange(stats.peak.shape[-1])
+
+
+def by_chance(seed: int) -> Permute:
+    """A uniformly random order, another for each layer's statistics; the same seed gives the same orders."""
+
+    def permute(stats: MassState, block: int) -> Int[Array, " d"]:
+        d = stats.peak.shape[-1]
+        if block == d:
+            return jnp.arange(d)
+        # The layers share one call of the seam, so the layer enters through what differs: its statistics.
+        layer = jax.lax.bitcast_convert_type(stats.total.sum().astype(jnp.float32), jnp.uint32)
+        return random_perm(jax.random.fold_in(jax.random.key(seed), layer), d)
+
+    return permute
+
+
+def block_masses(mass: Float[Array, "*l d"], block: int) -> Float[Array, "*l n"]:
+    """The mass of each block: what ``massdiff`` makes equal. Raises: ConfigError where block does not divide d."""
+    if block < 1 or mass.shape[-1] % block:
+        raise ConfigError(f"block: found {block}, expected a whole number that divides the width {mass.shape[-1]}")
+    return mass.reshape(*mass.shape[:-1], -1, block).sum(-1)
