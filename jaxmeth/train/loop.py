@@ -26,7 +26,7 @@ from jaxmeth.rl.policy_loss import PolicyLoss, RolloutBatch
 from jaxmeth.train import checkpoint
 from jaxmeth.train.lora import join, split
 from jaxmeth.train.rollout import Rollouts, completion_logprobs
-from jaxmeth.types import Attend, ConfigError, Params
+from jaxmeth.types import Attend, ConfigError, Params, is_concrete
 
 Metrics = dict[str, Array]
 
@@ -73,19 +73,22 @@ class PolicyBatch(NamedTuple):
 
 
 def adamw(
-    learning_rate: float | optax.Schedule,
+    learning_rate: float | Float[Array, ""] | optax.Schedule,
     *,
-    max_grad_norm: float | None = 1.0,
+    max_grad_norm: float | Float[Array, ""] | None = 1.0,
     weight_decay: float = 0.0,
     b1: float = 0.9,
     b2: float = 0.999,
 ) -> optax.GradientTransformation:
     """Optax's AdamW after clipping by the global norm of the gradient (None: no clipping).
 
+    Either may be traced (a grid of rates under ``vmap``); its value is then not checked.
+
     Raises: ConfigError for a learning rate or a norm that is NaN, infinite or not positive.
     """
     for name, value in (("learning_rate", learning_rate), ("max_grad_norm", max_grad_norm)):
-        if value is not None and not callable(value) and not 0 < float(value) < np.inf:
+        known = value is not None and not callable(value) and is_concrete(value)
+        if known and not 0 < float(value) < np.inf:
             raise ConfigError(f"{name}: found {value}, expected a finite number above 0")
     clip = optax.identity() if max_grad_norm is None else optax.clip_by_global_norm(max_grad_norm)
     return optax.chain(clip, optax.adamw(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay))
