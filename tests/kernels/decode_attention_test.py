@@ -1,0 +1,121 @@
+"""Decode attention: every implementation against the reference, from one table."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmeth import kernels
+from jaxmeth.kernels.decode_attention import Override, gpu, tpu
+from jaxmeth.kernels.decode_attention.shapes import Static
+from jaxmeth.types import ConfigError
+
+BACKENDS = {
+    "xla": {"backend": "xla"},
+    "tpu": {"backend": "tpu", "interpret": True},
+    "gpu": {"backend": "gpu", "interpret": True},
+}
+# name: batch, heads, kv heads, queries, slots, dim, width of the list (None = all), overridden, options
+TABLE = {
+    "all slots": (2, 6, 2, 1, 60, 16, None, False, {}),
+    "listed blocks": (2, 6, 2, 1, 100, 64, 3, False, {}),
+    "a few queries, dim 80": (1, 8, 1, 3, 64, 80, 2, False, {}),
+    "override": (2, 3, 1, 2, 70, 16, None, True, {}),
+    "override of listed blocks, soft cap": (1, 4, 4, 1, 70, 128, 4, True, {"softcap": 2.0}),
+    "one slot": (1, 3, 1, 1, 1, 16, 1, False, {}),
+}
+
+
+def made(row, seed=0, **more):
+    batch, heads, kv_heads, queries, slots, dim, width, overridden, options = row
+    r = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(r.normal(size=shape), jnp.float32)
+
+    kv = (batch, kv_heads, slots, dim)
+    options = options | {"bk": 16, "kv_valid": jnp.asarray(r.random((batch, slots)) < 0.8)}
+    if width is not None:
+        order = np.sort(np.argsort(r.random((batch, kv_heads, -(-slots // 16))))[..., :width], -1)
+        options |= {"idx": jnp.asarray(order, jnp.int32)}
+        options |= {"count": jnp.asarray(r.integers(0, order.shape[-1] + 1, (batch, kv_heads)), jnp.int32)}
+    if overridden:
+        options["override"] = Override(normal(*kv), normal(*kv), jnp.asarray(r.random((batch, slots)) < 0.5))
+    return (normal(batch, heads, queries, dim), normal(*kv), normal(*kv)), options | more
+
+
+def attend(arguments, options, **how):
+    static = {"bk", "softcap", "scale"}
+    call = functools.partial(
+        kernels.decode_attention, **{n: x for n, x in options.items() if n in static}, **how, return_lse=True
+    )
+    return jax.jit(call)(*arguments, **{n: x for n, x in options.items() if n not in static})
+
+
+@pytest.mark.parametrize("row", TABLE)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equals_the_reference(backend, row):
+    arguments, options = made(TABLE[row])
+    out, lse = attend(arguments, options, **BACKENDS[backend])
+    expected, expected_lse = attend(arguments, options, backend="reference")
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=2e-6)
+
+
+def test_the_reference_is_a_loop():
+    (q, k, v), options = made(TABLE["override of listed blocks, soft cap"], 3)
+    out, lse = attend((q, k, v), options, backend="reference")
+    new, valid = options["override"], np.asarray(options["kv_valid"])
+    for h in range(4):
+        blocks = np.asarray(options["idx"])[0, h, : options["count"][0, h]]
+        slots = [s for b in blocks for s in range(b * 16, min(b * 16 + 16, 70)) if valid[0, s]]
+        rows = [(new.k, new.v) if new.use[0, s] else (k, v) for s in slots]
+        keys, values = (np.array([pair[i][0, h, s] for pair, s in zip(rows, slots, strict=True)]) for i in (0, 1))
+        scores = 2 * np.tanh(keys.reshape(-1, 128) @ np.asarray(q[0, h, 0]) / 128**0.5 / 2)
+        p = np.exp(scores)
+        np.testing.assert_allclose(lse[0, h, 0], np.log(p.sum()) if slots else -np.inf, rtol=1e-5)
+        np.testing.assert_allclose(out[0, h, 0], p @ values / p.sum() if slots else np.zeros(128), atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_slot_gives_zero(backend):
+    arguments, options = made(TABLE["listed blocks"])
+    out, lse = attend(arguments, options | {"kv_valid": jnp.zeros((2, 100), bool)}, **BACKENDS[backend])
+    assert not np.any(out)
+    assert np.isneginf(lse).all()
+
+
+def test_equals_block_attention_on_the_last_query():
+    (q, k, v), _ = made((1, 6, 2, 1, 80, 16, None, False, {}))
+    idx, count = jnp.asarray([[[0, 2, 4], [1, 3, 3]]]), jnp.asarray([[3, 2]])
+    few = kernels.decode_attention(q, k, v, idx=idx, count=count, bk=16)
+    block = kernels.block_attention(q, k, v, idx[:, :, None], count[:, :, None], bq=1, bk=16, start=79)
+    np.testing.assert_allclose(few, block, atol=2e-6)
+
+
+@pytest.mark.parametrize("overridden", [False, True])
+@pytest.mark.parametrize(("platform", "call"), [("tpu", "tpu_custom_call"), ("cuda", "__gpu$xla.gpu.triton")])
+def test_lowers_without_the_hardware(platform, call, overridden):
+    shape = jax.ShapeDtypeStruct
+    for dim, dtype in ((64, jnp.bfloat16), (80, jnp.float32), (128, jnp.float32)):
+        q, k = shape((1, 2, 3, dim), dtype), shape((1, 2, 256, dim), dtype)
+        lists = shape((1, 2, 2), jnp.int32), shape((1, 2), jnp.int32), shape((1, 256), bool)
+        override = Override(k, k, shape((1, 256), bool)) if overridden else None
+        function = {"tpu": tpu, "cuda": gpu}[platform].forward
+        traced = jax.jit(functools.partial(function, Static(64, 0.1, None))).trace(q, k, k, *lists, override)
+        assert traced.lower(lowering_platforms=(platform,)).as_text().count(call) == 1
+
+
+def test_bad_input_is_refused():
+    (q, k, v), options = made(TABLE["listed blocks"])
+    with pytest.raises(ConfigError, match="expected both or neither"):
+        kernels.decode_attention(q, k, v, idx=options["idx"])
+    with pytest.raises(ConfigError, match="on a machine with only cpu"):
+        kernels.decode_attention(q, k, v, backend="tpu")
+    lists = {"idx": options["idx"].at[0, 0, 0].set(7), "count": options["count"].at[0, 0].set(1)}
+    with pytest.raises(ConfigError, match="expected 0 to 6"):
+        kernels.decode_attention(q, k, v, **lists, bk=16, debug=True)
+    with pytest.raises(ConfigError, match="H a multiple of Hkv"):
+        kernels.decode_attention(q[:, :5], k, v)
