@@ -1,6 +1,7 @@
 """Permute, rotate, then quantise."""
 
 from jaxmeth.quant.hadamard import block_hadamard, hadamard, has_hadamard, outlier_bound
+from jaxmeth.quant.learn import CayleyConfig, cayley_sgd
 from jaxmeth.quant.permute import (
     MassState,
     Permute,
@@ -18,7 +19,19 @@ from jaxmeth.quant.permute import (
     update_mass,
     zigzag,
 )
+from jaxmeth.quant.perq import PerqConfig, PerqReport, perq, perq_dagger, perq_star
 from jaxmeth.quant.qtensor import QTensor, dequantize, fake_quantize_act, pack, quantize_act, unpack
+from jaxmeth.quant.regions import (
+    Region,
+    RotationPlan,
+    fold_norms,
+    hidden_region,
+    permute_params,
+    refuses_r1,
+    rotate_params,
+    stream_region,
+    value_region,
+)
 from jaxmeth.quant.rounding import (
     Rounding,
     by_gptq,
@@ -31,9 +44,14 @@ from jaxmeth.quant.rounding import (
 )
 
 __all__ = [
+    "CayleyConfig",
     "MassState",
     "Permute",
+    "PerqConfig",
+    "PerqReport",
     "QTensor",
+    "Region",
+    "RotationPlan",
     "Rounding",
     "absmax_order",
     "block_hadamard",
@@ -45,23 +63,34 @@ __all__ = [
     "by_mass",
     "by_qronos",
     "by_zigzag",
+    "cayley_sgd",
     "channel_mass",
     "dequantize",
     "fake_quantize_act",
     "fake_quantize_weight",
+    "fold_norms",
     "gptq",
     "hadamard",
     "has_hadamard",
+    "hidden_region",
     "mass_init",
     "massdiff",
     "outlier_bound",
     "pack",
+    "permute_params",
+    "perq",
+    "perq_dagger",
+    "perq_star",
     "qronos",
     "quantize_act",
     "quantize_weight",
     "random_perm",
+    "refuses_r1",
+    "rotate_params",
     "rtn",
+    "stream_region",
     "unpack",
     "update_mass",
+    "value_region",
     "zigzag",
 ]
