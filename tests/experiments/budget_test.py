@@ -145,6 +145,20 @@ def test_an_unknown_rule_is_refused():
         budget.Config(rules=("naive", "none"))
 
 
+@pytest.mark.parametrize("field", ["eps", "eps_exhausted", "real_eps"])
+@pytest.mark.parametrize("level", [0.0, 1.0, float("nan")])
+def test_a_level_of_risk_is_inside_the_unit_interval(field, level):
+    with pytest.raises(core.ConfigError, match=f"^{field}: found"):
+        budget.Config(**{field: (0.1, level)})
+
+
+def test_a_wrong_file_of_questions_is_known_first(tmp_path, monkeypatch):
+    monkeypatch.delattr(budget, "_made")
+    (tmp_path / "runs.csv").write_text("n,d,loss\n1,2,3\n")
+    with pytest.raises(core.ConfigError, match=r"runs\.csv: found no column id"):
+        budget.run(budget.Config(file=tmp_path / "runs.csv"))
+
+
 def test_splits_are_disjoint_and_whole():
     first, second = budget_real.splits(50, budget.Config(splits=3))
     assert first.shape == (3, 10)

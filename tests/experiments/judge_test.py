@@ -48,7 +48,14 @@ def test_swapping_the_answers_changes_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({1: 3}, "out of range"), ({2: "x"}, "line 2 holds no number"), ({2: -0.5, 3: 1.5}, "out of range")],
+    [
+        ({1: 3}, "line 2, column human_label: found '3', expected 1 or 2"),
+        ({2: "x"}, "line 2, column mistral7b_p1: found 'x', expected a probability"),
+        ({3: 1.5}, "line 2, column mistral7b_p2: found '1.5'"),
+        ({2: "nan"}, "line 2, column mistral7b_p1: found 'nan'"),
+        ({2: 0, 3: 0}, "line 2: found no probability above 0"),
+        ({10: -1}, "line 2, column output2_chars: found '-1', expected a count"),
+    ],
 )
 def test_a_bad_table_is_named(tmp_path, change, named):
     rows = rows_of()
