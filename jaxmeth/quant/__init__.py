@@ -19,7 +19,7 @@ from jaxmeth.quant.permute import (
     update_mass,
     zigzag,
 )
-from jaxmeth.quant.perq import PerqConfig, PerqReport, perq, perq_dagger, perq_star
+from jaxmeth.quant.perq import ALL_LINEAR, PerqConfig, PerqReport, perq, perq_dagger, perq_star, round_params
 from jaxmeth.quant.qtensor import QTensor, dequantize, fake_quantize_act, pack, quantize_act, unpack
 from jaxmeth.quant.regions import (
     Region,
@@ -44,6 +44,7 @@ from jaxmeth.quant.rounding import (
 )
 
 __all__ = [
+    "ALL_LINEAR",
     "CayleyConfig",
     "MassState",
     "Permute",
@@ -87,6 +88,7 @@ __all__ = [
     "random_perm",
     "refuses_r1",
     "rotate_params",
+    "round_params",
     "rtn",
     "stream_region",
     "unpack",

@@ -141,7 +141,7 @@ def perq(
         raise ConfigError("calibration: found no batch, expected at least one")
     for tokens in batches:
         check_tokens(cfg, tokens, 0)
-    targets = [t for t in ALL_LINEAR if t in config.targets and t.split(".")[1] in params["layers"][t.split(".")[0]]]
+    targets = _targets(params, config)
     for target in targets:
         plain(params, f"layers.{target}.weight")
     check_finite(params)
@@ -152,8 +152,13 @@ def perq(
     if config.learn is not None:
         plan, losses = learn_rotations(params, cfg, batches, plan, config.learn, _fake(targets, config, r3))
     params, cfg = rotate_params(params, cfg, plan._replace(r3=r3))
-    params, errors = _round(params, cfg, batches, targets, config)
+    params, errors = round_params(params, cfg, batches, config)
     return params, PerqReport(cfg, order, imbalance, errors, losses, tuple(skipped))
+
+
+def _targets(params: Params, config: PerqConfig) -> list[str]:
+    """Those of the configured targets that the model has, in the order in which a layer uses them."""
+    return [t for t in ALL_LINEAR if t in config.targets and t.split(".")[1] in params["layers"][t.split(".")[0]]]
 
 
 def _permute_hidden(params, cfg, batches, config: PerqConfig, skipped: list[str]):
@@ -233,8 +238,26 @@ def _leaf(weight, act_bits: int | None) -> QTensor:
     return leaf.replace(act_bits=act_bits)
 
 
-def _round(params, cfg, batches, targets, config: PerqConfig) -> tuple[Params, dict[str, Array]]:
-    """Step 3."""
+def round_params(
+    params: Params, cfg: DecoderConfig, calibration: Iterable, config: PerqConfig
+) -> tuple[Params, dict[str, Array]]:
+    """Step 3 of ``perq`` alone: round the targets of permuted and rotated parameters, the only lossy step.
+
+    Args:
+      params: of ``rotate_params``, or plain floats.
+      calibration: as in ``perq``; used by a second-order rounding only.
+      config: its bits, rounding, group and targets.
+
+    Returns:
+      Parameters whose targets are ``QTensor``; ``||dq - W||_F / ||W||_F`` by target, ``[L]``.
+
+    Raises: ConfigError for weights rounded already.
+    """
+    batches, targets = list(calibration), _targets(params, config)
+    for target in targets:
+        leaf = get(params, f"layers.{target}.weight")
+        if not isinstance(leaf, jax.Array) and getattr(leaf, "bits", 0) is not None:
+            raise ConfigError(f"layers.{target}.weight: found a {type(leaf).__name__}, expected a weight to round once")
     exact = params
     for target in targets:
         params = put(params, f"layers.{target}.weight", _leaf(get(exact, f"layers.{target}.weight"), config.act_bits))
