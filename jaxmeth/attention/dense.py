@@ -2,9 +2,14 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxmeth.kernels import block_attention, dense_lists
 from jaxmeth.types import AttendContext, State
+
+BLOCKED_FROM = 1024
+"""Queries from which the blocked computation is the faster one."""
+_ROWS, _KEYS = 512, 512
 
 
 def dense(
@@ -26,6 +31,12 @@ def dense(
     """
     batch, heads, length, dim = q.shape
     kv_heads = k.shape[1]
+    if length >= BLOCKED_FROM:
+        out, _ = blocked(
+            q, k, v, kv_valid=ctx.kv_valid, start=ctx.q_slot[0], window=ctx.window, causal=ctx.causal, scale=ctx.scale,
+            softcap=ctx.softcap,
+        )  # fmt: skip
+        return out, state
     exact = jnp.promote_types(q.dtype, jnp.float32)
     grouped = (q * ctx.scale).reshape(batch, kv_heads, heads // kv_heads * length, dim)
     scores = jnp.einsum("bktd,bksd->bkts", grouped, k, preferred_element_type=exact)
@@ -41,3 +52,30 @@ def dense(
     weights = (weights / jnp.where(total == 0, 1, total)).astype(v.dtype)
     out = jnp.einsum("bkts,bksd->bktd", weights.reshape(batch, kv_heads, -1, weights.shape[-1]), v)
     return out.reshape(batch, heads, length, v.shape[-1]).astype(q.dtype), state
+
+
+def blocked(
+    q: Float[Array, "B H T D"],
+    k: Float[Array, "B Hkv S D"],
+    v: Float[Array, "B Hkv S D"],
+    *,
+    kv_valid: Bool[Array, "B S"] | None = None,
+    start: int | Int[Array, ""] = 0,
+    window: int | Int[Array, ""] | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T"]]:
+    """Dense attention a tile at a time, and its log-sum-exp: memory is linear in T and S, later keys cost nothing.
+
+    Arguments as in ``kernels.block_attention``, whose lists are full here.
+    """
+    batch, heads, length, _ = q.shape
+    kv_heads, slots = k.shape[1:3]
+    rows = max(16, _ROWS * kv_heads // heads // 16 * 16)
+    idx, count = dense_lists(batch, length, slots, rows, _KEYS, start, causal)
+    lists = [jnp.broadcast_to(x, (batch, kv_heads, *x.shape[2:])) for x in (idx, count)]
+    return block_attention(
+        q, k, v, *lists, bq=rows, bk=_KEYS, kv_valid=kv_valid, start=start, window=window, causal=causal, scale=scale,
+        softcap=softcap, return_lse=True,
+    )  # fmt: skip
