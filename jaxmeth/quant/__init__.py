@@ -1,6 +1,7 @@
 """Permute, rotate, then quantise."""
 
 from jaxmeth.quant.hadamard import block_hadamard, hadamard, has_hadamard, outlier_bound
+from jaxmeth.quant.io import load, save
 from jaxmeth.quant.learn import CayleyConfig, cayley_sgd
 from jaxmeth.quant.permute import (
     MassState,
@@ -74,6 +75,7 @@ __all__ = [
     "hadamard",
     "has_hadamard",
     "hidden_region",
+    "load",
     "mass_init",
     "massdiff",
     "outlier_bound",
@@ -90,6 +92,7 @@ __all__ = [
     "rotate_params",
     "round_params",
     "rtn",
+    "save",
     "stream_region",
     "unpack",
     "update_mass",
