@@ -35,7 +35,7 @@ VOCABULARY = 2 + len(CHARACTERS)
 PROMPT, ANSWER = 24, 12
 """Most characters of a prompt, and of an answer with its end."""
 _IDS = {c: i + 2 for i, c in enumerate(CHARACTERS)}
-_COMMA = _IDS[","]
+COMMA = _IDS[","]
 _NUMBERS = 3
 
 
@@ -258,7 +258,7 @@ def correct(problems: Problems, tokens: Any, mask: Any) -> Any:
     ended = end.any(1)
     stop = jnp.argmax(end, axis=1)
     place = jnp.arange(tokens.shape[1])
-    comma = jnp.where((tokens == _COMMA) & (place[None] < stop[:, None]), place[None] + 1, 0).max(1)
+    comma = jnp.where((tokens == COMMA) & (place[None] < stop[:, None]), place[None] + 1, 0).max(1)
     at = comma[:, None] + jnp.arange(problems.final.shape[1])[None]
     last = jnp.take_along_axis(tokens, jnp.minimum(at, tokens.shape[1] - 1), axis=1)
     same = jnp.where(problems.final != PAD, (last == problems.final) & (at < tokens.shape[1]), True).all(1)

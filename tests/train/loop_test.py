@@ -180,6 +180,18 @@ def test_learning_rates_refused(rate):
         train.adamw(1e-3, max_grad_norm=rate)
 
 
+def test_a_traced_rate_is_that_rate():
+    grads, params = {"w": jnp.array([3.0, -4.0])}, {"w": jnp.array([1.0, 2.0])}
+
+    def step(rate, norm):
+        optimizer = train.adamw(rate, max_grad_norm=norm, weight_decay=0.1)
+        return optimizer.update(grads, optimizer.init(params), params)[0]["w"]
+
+    rates = jnp.array([1e-3, 1e-1])
+    traced = jax.jit(jax.vmap(lambda r: step(r, r * 10)))(rates)
+    np.testing.assert_allclose(traced, [step(1e-3, 1e-2), step(1e-1, 1.0)], rtol=1e-6)
+
+
 def test_other_refusals(tmp_path):
     state = train.train_init(small.params(), SGD)
     with pytest.raises(ConfigError, match="microbatches: found 0"):

@@ -1,0 +1,160 @@
+"""The product of five choices: which combinations of the reinforcement-learning methods are legal, and do they learn?
+
+Every legal combination of {grpo, rloo} x {no, linear, sqrt prompt weight} x {no, lambda token weight} x {PPO, RIPO} x
+{verifier, RLER reward} takes training steps; the illegal ones are listed with the library's reason. Eight are compared.
+
+Claim: any combination is legal unless it scales twice, and all of them train (no paper; the library's own).
+Command: python -m experiments run rl_compose --preset laptop
+Expected: not measured yet at laptop size; smoke shows that it runs, not who wins.
+Minutes: smoke 2, laptop 8.
+"""
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from experiments import core, rl_tables
+from experiments.rl_config import TINY, Training
+
+if TYPE_CHECKING:
+    from experiments.rl_arms import Arm
+
+ABOUT = core.About(
+    claim="The five methods compose: every legal combination trains, the illegal ones are refused by name.",
+    minutes={"smoke": 2, "laptop": 8},
+    needs="nothing",
+    knob="rollouts",
+)
+CHOICES = {
+    "advantage": ("grpo", "rloo"),
+    "prompt weight": ("none", "linear", "sqrt"),
+    "token weight": ("none", "lambda"),
+    "ratio": ("ppo", "ripo"),
+    "reward": ("verifier", "RLER"),
+}
+COMPARED = (
+    "grpo none none ppo verifier",
+    "rloo none none ppo verifier",
+    "rloo linear none ppo verifier",
+    "rloo sqrt lambda ripo verifier",
+    "grpo none lambda ppo verifier",
+    "grpo none none ripo verifier",
+    "grpo none none ppo RLER",
+    "grpo none lambda ripo RLER",
+)
+BASELINE = COMPARED[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Training):
+    """The shared options; two updates a batch, so that the ratios differ, and two models, so that there are votes."""
+
+    models: int = 2
+    """Models a seed, which vote together where the reward is RLER's."""
+    epochs: int = 2
+    """Updates on each batch; from the second on the ratio of probabilities matters."""
+    trial_steps: int = 2
+    """Training steps of every legal combination."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require(models=(1, None), trial_steps=(1, None))
+
+
+PRESETS = {
+    "smoke": Config(**TINY),
+    "laptop": Config(rollouts=64, steps=24),
+    "paper": Config(group_size=16, rollouts=2048, rates=(1e-6,), shapes_only=True),
+}
+
+
+def combinations() -> "tuple[dict[str, Arm], dict[str, str]]":
+    """The legal combinations as arms, and the illegal ones with the reason that the library gives."""
+    from experiments.rl_arms import Arm, verified
+    from experiments.rler import votes
+    from jaxmeth import rl
+    from jaxmeth.types import ConfigError
+
+    advantages = {"grpo": rl.adv_grpo, "rloo": rl.adv_rloo}
+    weights = {"none": None, "linear": rl.as_prompt_weight("linear_r"), "sqrt": rl.as_prompt_weight("sqrt_r")}
+    tokens = {"none": None, "lambda": rl.lambda_grpo_weight}
+    ratios = {"ppo": rl.ppo_clip, "ripo": rl.ripo}
+    rewards = {"verifier": verified, "RLER": votes}
+    legal, illegal = {}, {}
+    for advantage, weight, token, ratio, reward in itertools.product(*CHOICES.values()):
+        name = " ".join((advantage, weight, token, ratio, reward))
+        try:
+            loss = rl.PolicyLoss(
+                advantage=advantages[advantage], prompt_weight=weights[weight], token_weight=tokens[token],
+                ratio=ratios[ratio], weight_kl=token == "lambda",
+            )  # fmt: skip
+        except ConfigError as error:
+            illegal[name] = str(error)
+            continue
+        legal[name] = Arm(name, loss, rewards[reward])
+    return legal, illegal
+
+
+def _trials(cfg: Config, folder: core.RunDir, legal: "dict[str, Arm]") -> core.Rows:
+    """A few steps of every legal combination on one seed: all in one compiled function."""
+    import jax
+    import jax.numpy as jnp
+
+    from experiments import rl_arms
+    from jaxmeth import models
+
+    short = dataclasses.replace(
+        cfg, steps=cfg.trial_steps, evaluations=1, seeds=1, selection_seeds=1, warm_steps=min(cfg.warm_steps, 100)
+    )
+    bench = rl_arms.prepare(short)
+    leaves = rl_arms.warm_seeds(short, folder, bench, cfg.models, "warm start of the trials")
+    structure = jax.tree.structure(models.abstract_params(bench.model))
+    params = jax.tree.unflatten(structure, [jnp.asarray(leaf[:1]) for leaf in leaves])
+    run = rl_arms.trainer(short, bench, list(legal.values()))
+    keys, rates, found = jax.random.split(jax.random.key(cfg.seed), 1), jnp.full((1,), cfg.rates[0]), []
+    for i, name in enumerate(core.progress(list(legal), description="every combination")):
+        curves = folder.cached(f"trial-{i}", lambda i=i: run(i, params, keys, rates).training)
+        values = {k: float(curves[k][0, -1]) for k in ("loss", "grad_norm", "reward")}
+        found.append(
+            {"combination": name} | values | {"finite": "yes" if np.isfinite([*values.values()]).all() else "no"}
+        )
+    return found
+
+
+def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
+    """Try all, compare eight."""
+    folder = folder or core.RunDir()
+    legal, illegal = combinations()
+    chosen = [legal[name] for name in COMPARED]
+    if cfg.shapes_only:
+        from experiments.rl_shapes import policy_shapes
+
+        losses = [(a.name, a.loss) for a in chosen if a.name.endswith("verifier")]
+        return policy_shapes(losses, prompts=cfg.prompts, group=cfg.group_size, prompt=512, new=3072)
+    from experiments import rl_arms
+
+    trials = _trials(cfg, folder, legal)
+    measured = rl_arms.compare(cfg, folder, rl_arms.prepare(cfg), chosen, models_each=cfg.models)
+    finite = sum(row["finite"] == "yes" for row in trials)
+    claims = [core.Claim(f"legal combinations with finite losses, of {len(legal)}", finite, ">=", len(legal))]
+    claims += [rl_tables.ahead(measured, name, BASELINE) for name in COMPARED[1:]]
+    return core.Result(
+        rows={
+            **rl_tables.table(cfg, measured, BASELINE),
+            "every legal combination": trials,
+            "illegal combinations": [{"combination": n, "reason": reason} for n, reason in illegal.items()],
+        },
+        claims=claims,
+        figures={"learning_curves": lambda f: rl_tables.draw_curves(f, measured)},
+        notes=[
+            *rl_tables.notes(cfg, measured, "none; the combinations are this library's."),
+            f"Names: {', '.join(CHOICES)}. {len(legal)} combinations are legal, {len(illegal)} are not.",
+        ],
+    )
+
+
+if __name__ == "__main__":
+    core.main(__file__)

@@ -1,0 +1,111 @@
+"""Tables, claims and plots that the reinforcement-learning experiments share."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments import core
+from experiments.rl_config import Training
+
+if TYPE_CHECKING:
+    from experiments.rl_arms import Measured
+
+
+def mean(values: np.ndarray) -> core.Estimate:
+    """Mean over seeds with its bootstrap interval."""
+    return core.bootstrap_interval(lambda v: v.mean(1), values, batched=True)
+
+
+def difference(first: np.ndarray, second: np.ndarray) -> core.Estimate:
+    """Mean paired difference over seeds with its bootstrap interval."""
+    return core.bootstrap_interval(lambda a, b: (a - b).mean(1), first, second, batched=True)
+
+
+def steps_to(curve: np.ndarray, steps: np.ndarray, level: float) -> np.ndarray:
+    """The step at which each curve [seeds, E] first reaches a level, between evaluations by a line; NaN: never."""
+    out = np.full(len(curve), np.nan)
+    for row, values in enumerate(curve):
+        above = np.flatnonzero(values >= level)
+        if not len(above):
+            continue
+        at = above[0]
+        if at == 0:
+            out[row] = steps[0]
+            continue
+        low, high = values[at - 1], values[at]
+        out[row] = steps[at - 1] + (level - low) / (high - low) * (steps[at] - steps[at - 1])
+    return out
+
+
+def rows(measured: "Measured", baseline: str, more: Sequence[str] = ()) -> core.Rows:
+    """One row an arm: its rate, pass rates, and paired differences to the baseline."""
+    found = []
+    for arm, curves in measured.curves.items():
+        row: dict[str, Any] = {"arm": arm, "rate": measured.rates[arm], "at the grid's end": measured.edge[arm]}
+        row |= {"pass rate": mean(measured.last(arm)), "mean over training": mean(measured.area(arm))}
+        row["pass@k"] = mean(measured.last(arm, "pass@k"))
+        row["entropy"] = mean(measured.last(arm, "entropy"))
+        row |= {name: float(np.nanmean(v)) if np.isfinite(v := curves[name]).any() else None for name in more}
+        if arm != baseline:
+            row[f"over {baseline}"] = difference(measured.last(arm), measured.last(baseline))
+        found.append(row)
+    return found
+
+
+def selection_rows(cfg: Training, measured: "Measured") -> core.Rows:
+    """Pass rate on the selection seeds by learning rate."""
+    return [
+        {"arm": arm} | {f"{rate:g}": float(v) for rate, v in zip(cfg.rates, scores, strict=False)}
+        for arm, scores in measured.selection.items()
+    ]
+
+
+def ahead(measured: "Measured", first: str, second: str, metric: str = "pass") -> core.Claim:
+    """Whether an arm ends above another."""
+    text = (
+        f"{metric} rate at the end, {first} less {second}" if metric == "pass" else f"{metric}, {first} less {second}"
+    )
+    return core.Claim(text, difference(measured.last(first, metric), measured.last(second, metric)), ">", 0)
+
+
+def quicker(measured: "Measured", first: str, second: str) -> core.Claim:
+    """Whether an arm's mean pass rate over training is above another's."""
+    text = f"mean pass rate over training, {first} less {second}"
+    return core.Claim(text, difference(measured.area(first), measured.area(second)), ">", 0)
+
+
+def notes(cfg: Training, measured: "Measured", paper: str) -> list[str]:
+    """What a reader of the tables needs."""
+    start = np.mean([curves["pass"][:, 0].mean() for curves in measured.curves.values()])
+    source = "reasoning-gym's" if core.data_root(cfg.data) else "made"
+    edges = [arm for arm, edge in measured.edge.items() if edge]
+    at_end = f" The best rate lies at an end of the grid for {', '.join(edges)}." if edges else ""
+    return [
+        f"Tiny character model (width {cfg.width}, {cfg.layers} layers) on {source} problems of {cfg.task}; pass rate "
+        f"{start:.3f} after the warm start. Each arm: {cfg.steps} steps of {cfg.rollouts} rollouts, {cfg.epochs} "
+        "update(s) each, the same prompts and keys.",
+        f"{cfg.seeds} seeds; rates chosen on {cfg.selection_seeds} others.{at_end} Brackets: 95% bootstrap over seeds, "
+        "differences paired by seed.",
+        f"The paper's scale: {paper}",
+    ]
+
+
+def draw_curves(figure: Any, measured: "Measured", metric: str = "pass", label: str = "held-out pass rate") -> None:
+    """A learning curve an arm: the mean over seeds, with a band of one standard error."""
+    axes = figure.subplots()
+    for arm, curves in measured.curves.items():
+        values = curves[metric]
+        middle, error = values.mean(0), values.std(0) / np.sqrt(len(values))
+        axes.plot(measured.steps, middle, label=arm)
+        axes.fill_between(measured.steps, middle - error, middle + error, alpha=0.12)
+    axes.set(xlabel="training step", ylabel=label)
+    axes.legend(fontsize=7)
+
+
+def table(cfg: Training, measured: "Measured", baseline: str, more: Sequence[str] = ()) -> Mapping[str, core.Rows]:
+    """The two tables of every comparison."""
+    return {
+        "tiny model": rows(measured, baseline, more),
+        "pass rate by learning rate, selection seeds": selection_rows(cfg, measured),
+    }

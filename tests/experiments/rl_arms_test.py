@@ -1,0 +1,170 @@
+"""The shared harness of the reinforcement-learning experiments: what is paired, chosen, counted and resumed."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import asymmetric, core, lambda_grpo, ripo, rl_arms, rl_compose, rl_tables, rl_tasks, rler
+from experiments.rl_config import TINY, Training
+from jaxmeth import models, rl
+from jaxmeth.errors import ConfigError
+
+MINI = Training(**{**TINY, "warm_steps": 2, "steps": 2, "evaluations": 1, "rates": (1e-3,)})
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return rl_arms.prepare(MINI)
+
+
+def tokens_of(*answers, width=8):
+    ids = np.zeros((len(answers), width), np.int32)
+    for row, text in enumerate(answers):
+        these = [*rl_tasks.encode(text.rstrip("~")), *([] if text.endswith("~") else [rl_tasks.END])]
+        ids[row, : len(these)] = these
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"group_size": 7}, "group_size: found 7, which"),
+        ({"evaluations": 7}, "evaluations: found 7"),
+        ({"rates": (float("nan"),)}, "rates: found nan"),
+        ({"rates": ()}, "rates: found none"),
+        ({"task": "sudoku"}, "task: found 'sudoku'"),
+        ({"temperature": 0.0}, "temperature: found 0"),
+        ({"train_problems": 3}, "train_problems: found 3"),
+        ({"width": 20}, "width: found 20"),
+    ],
+)
+def test_bad_options_are_named(options, named):
+    with pytest.raises(ConfigError, match=named.replace(", which", "")):
+        Training(**options)
+
+
+def test_no_models_is_an_error():
+    with pytest.raises(ConfigError, match="models: found 0"):
+        rler.Config(models=0)
+
+
+def test_a_bad_option_is_one_line_and_exit_2(command):
+    code, _, err = command("run", "ripo", "--rates", "nan")
+    assert code == 2
+    assert "rates" in err
+    assert "Traceback" not in err
+
+
+def test_same_answers_compare_what_follows_the_last_comma():
+    texts = ["8,6", "7,6", "6", "8,16", "5~", "16"]
+    tokens = jnp.asarray(tokens_of(*texts)).reshape(2, 1, 3, 8)
+    ids = rl_arms.same_answers(rl_arms.Judged(tokens, tokens != 0, None))
+    assert ids.shape == (1, 2, 3)
+    assert ids.reshape(-1).tolist() == [0, 0, 0, 3, -1, 3]
+
+
+def test_label_free_rewards_never_read_labels():
+    tokens = jnp.asarray(tokens_of("6", "6", "7", "7", "7", "8")).reshape(2, 1, 3, 8)
+    for arm in rler.arms()[1:]:
+        found = [arm.reward(rl_arms.Judged(tokens, tokens != 0, jnp.full((2, 1, 3), z))) for z in (True, False)]
+        np.testing.assert_array_equal(found[0].reward, found[1].reward)
+        assert found[0].reward.shape == found[0].keep.shape == (2, 1, 3), arm.name
+    rewards = {a.name: np.asarray(a.reward(rl_arms.Judged(tokens, tokens != 0, None)).reward) for a in rler.arms()[1:]}
+    np.testing.assert_array_equal(rewards["self majority"].reshape(2, 3), [[1, 1, 0], [1, 1, 0]])
+    np.testing.assert_array_equal(rewards["ensemble hard"].reshape(2, 3), [[0, 0, 1], [1, 1, 0]])
+    np.testing.assert_allclose(rewards["self frequency"].reshape(2, 3), [[2 / 3, 2 / 3, 1 / 3]] * 2, rtol=1e-6)
+
+
+def test_shuffled_weights_are_the_same_weights_elsewhere():
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.integers(2, 4, (16, 6)), jnp.int32)
+    alive = jnp.asarray(np.arange(6)[None] < rng.integers(1, 7, 16)[:, None])
+    weight, dealt = (f(tokens, alive, 8) for f in (rl.lambda_grpo_weight, lambda_grpo.shuffled_weight))
+    np.testing.assert_array_equal(np.sort(np.asarray(weight)[alive]), np.sort(np.asarray(dealt)[alive]))
+    assert (np.asarray(dealt)[~np.asarray(alive)] == 0).all()
+    assert (np.asarray(weight) != np.asarray(dealt)).any()
+    mean = np.asarray(lambda_grpo.mean_weight(tokens, alive, 8))
+    np.testing.assert_allclose(mean[alive], np.asarray(weight)[alive].mean(), rtol=1e-6)
+
+
+def test_every_combination_is_legal_or_has_a_reason():
+    legal, illegal = rl_compose.combinations()
+    assert len(legal) == 32
+    assert len(illegal) == 16
+    assert all(name.startswith(("grpo linear", "grpo sqrt")) for name in illegal)
+    assert all("scales already" in reason for reason in illegal.values())
+    assert set(rl_compose.COMPARED) <= set(legal)
+
+
+def test_arms_share_warm_start_prompts_and_keys(bench):
+    """Two arms with one loss give the same curves; a stored run is not computed again; another loss differs."""
+    folder = core.RunDir()
+    other = rl.PolicyLoss(advantage=rl.adv_prompt_weighted)
+    arms = [rl_arms.Arm(n, loss) for n, loss in (("a", rl.PolicyLoss()), ("b", rl.PolicyLoss()), ("c", other))]
+    found = rl_arms.compare(MINI, folder, bench, arms)
+    for name, values in found.curves["a"].items():
+        np.testing.assert_array_equal(values, found.curves["b"][name])
+        assert values.shape == (MINI.seeds, MINI.evaluations + 1)
+    np.testing.assert_array_equal(found.curves["a"]["pass"][:, 0], found.curves["c"]["pass"][:, 0])
+    assert np.abs(found.curves["a"]["loss"] - found.curves["c"]["loss"])[:, 1:].max() > 0
+    assert np.isnan(found.curves["a"]["loss"][:, 0]).all()
+    stored = folder.chunks()
+    folder.save("arm0-report", **{k: v + 1 for k, v in folder.load("arm0-report").items()})
+    again = rl_arms.compare(MINI, folder, bench, arms)
+    np.testing.assert_array_equal(again.last("a"), found.last("a") + 1)
+    assert folder.chunks() == stored
+    rows = {r["arm"]: r for r in rl_tables.rows(found, "a", ("clip_low",))}
+    assert tuple(rows["b"]["over a"]) == (0, 0, 0)
+    assert rl_tables.ahead(found, "b", "a").holds == "no"
+
+
+def test_training_raises_the_reward(bench):
+    """A reward that a few steps can raise, whatever the verifier says: answers that begin with 1."""
+    one = rl_tasks.encode("1")[0]
+
+    def begins(judged):
+        return rl_arms.Given((judged.tokens[..., 0] == one).astype(jnp.float32), jnp.ones_like(judged.right))
+
+    cfg = dataclasses.replace(MINI, rollouts=64, steps=16, evaluations=2)
+    run = rl_arms.trainer(cfg, bench, [rl_arms.Arm("one", rl.presets.grpo(), begins)])
+    leaves = rl_arms.warm_seeds(cfg, core.RunDir(), bench)
+    structure = jax.tree.structure(models.abstract_params(bench.model))
+    params = jax.tree.unflatten(structure, [jnp.asarray(leaf[:2]) for leaf in leaves])
+    curves = run(0, params, jax.random.split(jax.random.key(0), 2), jnp.asarray([3e-2, 3e-2]))
+    reward = np.asarray(curves.training["reward"])
+    assert (reward[:, 2] > reward[:, 1] + 0.1).all(), reward
+
+
+def test_rates_are_chosen_on_other_seeds():
+    cfg = Training(seeds=4, selection_seeds=3, rates=(1e-3, 1e-2))
+    runs = rl_arms.batches(cfg)
+    assert [len(r) for r in runs] == [4, 4]
+    assert {seed for r in runs for seed, _ in r} == {4, 5, 6}
+    best, mean = rl_arms.choose(cfg, np.array([0.1, 0.2, 0.3, 0.4, 0.5, np.nan, 9.0, 9.0]))
+    assert best == 1
+    np.testing.assert_allclose(mean, [0.2, 0.3])
+
+
+def test_steps_to_a_level():
+    steps = np.array([0, 10, 20])
+    curves = np.array([[0.1, 0.3, 0.5], [0.6, 0.1, 0.9], [0.0, 0.1, 0.2]])
+    np.testing.assert_allclose(rl_tables.steps_to(curves, steps, 0.4), [15, 0, np.nan])
+
+
+def test_theory_has_the_best_weight_of_each_clock():
+    _, over, rows = asymmetric.theory(points=6)
+    assert len(rows) == 12
+    assert all((ratio > 1 - 1e-9).all() for weights in over.values() for ratio in weights.values())
+    # RLOO's time is a difference of log-odds times one of rates; the least one is known in closed form.
+    logit, angle = np.log(0.9 / 0.1) - np.log(1e-3 / 0.999), 2 * (np.arcsin(0.9**0.5) - np.arcsin(1e-3**0.5))
+    np.testing.assert_allclose(over["regular"]["rloo"][0], logit * (0.9 - 1e-3) / angle**2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("module", [lambda_grpo, ripo, asymmetric, rler, rl_compose])
+def test_the_paper_preset_checks_shapes(module):
+    rows = module.run(module.PRESETS["paper"]).rows
+    assert rows[0]["shape"] == "8,190,735,360"
+    assert "gradient of every parameter" in rows[-1]["shape"]
