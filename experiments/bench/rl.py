@@ -10,7 +10,7 @@ are computed inside ours, not inside theirs.
 Targets: value and gradient not slower than either peer; a training step (forward and backward of a small decoder, the
 loss, SGD) with any of the five methods <= 1.05x GRPO's (the loss alone is printed beside, without a target);
 lambda-GRPO's process sets of 64 groups of 16 at least 20 times a prefix tree of Python dictionaries. Exit code 1 where
-a target is missed.
+a target is missed. Last, without a target: the speed of a rollout beside what the memory bandwidth allows.
 """
 
 import argparse
@@ -261,6 +261,43 @@ def speed_of_the_step(rounds: int) -> list[bool]:
     ]
 
 
+def speed_of_the_rollout(rounds: int) -> None:
+    """256 rollouts of 32 tokens of a 1 M-parameter model, against what the memory bandwidth allows; no target.
+
+    A decode step reads every weight once and the cache of every row, half full on average; the bandwidth is that of one
+    float32 matrix-vector product over 256 MB in the same run.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from jaxmeth import models, train
+
+    prompts, group, prompt, new = 32, 8, 16, 32
+    config = models.DecoderConfig("llama", VOCABULARY, 128, 6, 8, 8, 16, 256, prompt + new, tie_embeddings=True)
+    params = models.init(config, jax.random.key(0))
+    ids = jnp.ones((prompts, prompt), jnp.int32)
+    matrix, vector = jnp.ones((8192, 8192), jnp.float32), jnp.ones((8192,), jnp.float32)
+    product = jax.jit(jnp.matmul)
+
+    def sample() -> object:
+        made = train.sample_rollouts(
+            params, config, ids, jnp.ones_like(ids), key=jax.random.key(1), group_size=group, max_new_tokens=new
+        )
+        return jax.block_until_ready(made)
+
+    calls = {"rollout": sample, "product": lambda: jax.block_until_ready(product(matrix, vector))}
+    taken = interleaved(calls, rounds)
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * (prompt + new / 2) * prompts * group
+    read = 4 * new * (size + cache)
+    bandwidth = matrix.nbytes / np.median(taken["product"])
+    tokens, bound = prompts * group * new / np.median(taken["rollout"]), prompts * group * new * bandwidth / read
+    print(f"rollout of {prompts * group} sequences x {new} tokens, {size / 1e6:.2f} M parameters")
+    print(
+        f"  {tokens:.0f} tokens/s; {bound:.0f} by memory bandwidth ({bandwidth / 1e9:.1f} GB/s): {tokens / bound:.0%}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40, help="counted rounds of each call (default 40)")
@@ -268,6 +305,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "2")
     few = max(5, rounds // 4)
     met = speed_of_the_loss(rounds) + speed_of_process_sets(few) + speed_of_the_step(rounds)
+    speed_of_the_rollout(few)
     raise SystemExit(0 if all(met) else 1)
 
 
