@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmeth import risk, rl, scaling, uncertainty
+from jaxmeth import attention, risk, rl, scaling, uncertainty
 
 
 def rauq():
@@ -107,6 +107,15 @@ def rif():
     return value_and_gradient(loss, logp, filtered), value_and_gradient(loss, logp, batch)
 
 
+def dhsa():
+    """DHSA that keeps every block is dense attention."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (1, h, 80, 8)) for key, h in zip(keys, (4, 2, 2), strict=True))
+    out, _ = attention.dhsa.prefill(q, k, v, attention.dhsa.DHSAConfig(bq=32, bk=16, density=1.0))
+    flipped = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+    return out, jnp.swapaxes(jax.nn.dot_product_attention(*flipped, is_causal=True), 1, 2)
+
+
 IDENTITIES = {
     "rauq: alpha 1 = perplexity": rauq,
     "budget: no lower schedule = upper rule": budget,
@@ -117,6 +126,7 @@ IDENTITIES = {
     "RIPO: equal old probabilities = a fixed clip": ripo,
     "RLER: one model, hard = majority reward": rler,
     "RIF: no success asked for = the whole batch": rif,
+    "DHSA: density 1 = dense attention": dhsa,
 }
 
 

@@ -14,7 +14,7 @@ from jaxmeth.kernels.block_attention.shapes import Static, near
 
 TILE = 512
 """Keys in a tile; the scores of one unit then fit the second-level cache of most processors."""
-UNITS = 12
+UNITS = 6
 """Units in a step."""
 
 
