@@ -1,0 +1,148 @@
+"""Rotate each run of channels and round each token, in one pass over the activations."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Float32, Int8
+
+from jaxmeth.kernels.backend import resolve
+from jaxmeth.types import ConfigError
+
+HIGHEST = jax.lax.Precision.HIGHEST
+FLOOR = 1e-12
+ROWS = 16
+LANES = 128
+
+
+def _round(y: Array, low: Array, high: Array, bits: int) -> tuple[Array, Array, Array]:
+    """``(q - zero as floats, scale, zero)``; ``low`` and ``high`` hold 0."""
+    levels = 2**bits - 1
+    scale = jnp.maximum((high - low) / levels, FLOOR)
+    zero = _half_even(-low / scale)
+    return jnp.clip(_half_even(y / scale), -zero, levels - zero), scale, zero
+
+
+def _half_even(x: Array) -> Array:
+    """``jnp.round``, which Triton's lowering lacks."""
+    below = jnp.floor(x)
+    gap = x - below
+    odd = below - 2 * jnp.floor(below / 2)
+    return below + jnp.where((gap > 0.5) | ((gap == 0.5) & (odd == 1)), 1.0, 0.0)
+
+
+def _rounded(y: Array, bits: int) -> tuple[Array, Array, Array]:
+    low, high = (f(y, axis=-1, keepdims=True, initial=0.0) for f in (jnp.min, jnp.max))
+    codes, scale, zero = _round(y, low, high, bits)
+    return codes.astype(jnp.int8), scale, zero
+
+
+def reference(x: Float[Array, "M d"], h: Float[Array, "b b"], bits: int) -> tuple[Array, Array, Array]:
+    """The definition: one dense ``[d, d]`` rotation."""
+    whole = jnp.kron(jnp.eye(x.shape[1] // h.shape[0]), h.astype(jnp.float32))
+    return _rounded(jnp.matmul(x.astype(jnp.float32), whole, precision=HIGHEST), bits)
+
+
+def xla(x: Float[Array, "M d"], h: Float[Array, "b b"], bits: int) -> tuple[Array, Array, Array]:
+    """One product a block."""
+    runs = x.astype(jnp.float32).reshape(x.shape[0], x.shape[1] // h.shape[0], h.shape[0])
+    return _rounded(jnp.matmul(runs, h.astype(jnp.float32), precision=HIGHEST).reshape(x.shape), bits)
+
+
+def _body(x_ref, h_ref, q_ref, scale_ref, zero_ref, *, bits: int):
+    """A tile of rows, whole: once for the extremes, once more to round (the rotation is cheaper than keeping it)."""
+    width = h_ref.shape[0]
+    h = h_ref[...].astype(jnp.float32)
+
+    def turned(j: int):
+        x = x_ref[:, pl.ds(j * width, width)].astype(jnp.float32)
+        return jnp.dot(x, h, precision=HIGHEST, preferred_element_type=jnp.float32)
+
+    runs = x_ref.shape[1] // width
+    low = high = jnp.zeros((x_ref.shape[0], 1), jnp.float32)
+    for j in range(runs):
+        y = turned(j)
+        low = jnp.minimum(low, jnp.min(y, axis=1, keepdims=True))
+        high = jnp.maximum(high, jnp.max(y, axis=1, keepdims=True))
+    for j in range(runs):
+        codes, scale, zero = _round(turned(j), low, high, bits)
+        q_ref[:, pl.ds(j * width, width)] = codes.astype(jnp.int32).astype(jnp.int8)
+    scale_ref[...], zero_ref[...] = scale, zero
+
+
+def _pallas(x, h, bits: int, params: Any, interpret: Any, wide: int):
+    rows, d = x.shape
+    # Several small blocks side by side fill the matrix unit.
+    copies = 1
+    while h.shape[0] * copies * 2 <= wide and d % (h.shape[0] * copies * 2) == 0:
+        copies *= 2
+    h = jnp.kron(jnp.eye(copies, dtype=jnp.float32), h.astype(jnp.float32))
+    padded = jnp.pad(x, ((0, -rows % ROWS), (0, 0)))
+    tall = padded.shape[0]
+    row = lambda width: pl.BlockSpec((ROWS, width), lambda i: (i, 0))  # noqa: E731
+    call = pl.pallas_call(
+        functools.partial(_body, bits=bits),
+        grid=(tall // ROWS,),
+        in_specs=[row(d), pl.BlockSpec(h.shape, lambda i: (0, 0))],
+        out_specs=[row(d), row(1), row(1)],
+        out_shape=[jax.ShapeDtypeStruct((tall, w), t) for w, t in ((d, jnp.int8), (1, jnp.float32), (1, jnp.float32))],
+        compiler_params=params,
+        interpret=interpret,
+    )
+    return tuple(a[:rows] for a in call(padded, h))
+
+
+def tpu(x, h, bits: int, interpret: Any = False):
+    """Mosaic: rows in tiles, blocks below 128 made block-diagonal matrices of 128."""
+    params = pltpu.CompilerParams(dimension_semantics=("parallel",))
+    return _pallas(x, h, bits, params, interpret, LANES)
+
+
+def gpu(x, h, bits: int, interpret: Any = False):
+    """Triton: as ``tpu``, in products of at most 64."""
+    return _pallas(x, h, bits, plt.CompilerParams(num_warps=4, num_stages=1), interpret, 64)
+
+
+def hadamard_quantize(
+    x: Float[Array, "M d"],
+    h: Float[Array, "b c"],
+    *,
+    bits: int = 4,
+    backend: str = "auto",
+    interpret: Any = False,
+) -> tuple[Int8[Array, "M d"], Float32[Array, "M 1"], Float32[Array, "M 1"]]:
+    r"""Rotate blocks of channels and round each token asymmetrically.
+
+    .. math:: y = x (I \otimes H), \quad s = (\max(0, y) - \min(0, y)) / (2^B - 1), \quad z = [-\min(0, y) / s],
+       \quad c = \mathrm{clip}([y / s], -z, 2^B - 1 - z)
+
+    Args:
+      x: activations; float32 inside whatever the type.
+      h: orthonormal ``[b, b]``, b divides d (``quant.hadamard(b)``); a power of two of at least 16 on a GPU.
+      bits: B, 2 to 7, so that the codes fit int8.
+      backend: "auto", "reference", "xla", "tpu", "gpu".
+      interpret: run a Pallas kernel on any machine, for tests.
+
+    Returns:
+      ``(c int8 [M, d], s [M, 1], z [M, 1])``; y is about ``c s``. Rows of zeros give zeros.
+
+    Raises: ConfigError for bits, block or backend out of range.
+    Reference: arXiv 2601.22347 (dynamic per-token quantisation after a block rotation); the fusion is a reconstruction.
+    """
+    if not 2 <= bits <= 7:
+        raise ConfigError(f"bits: found {bits}, expected 2 to 7")
+    block = h.shape[0]
+    if h.shape[1] != block or x.shape[1] % block:
+        raise ConfigError(f"h: found shape {h.shape}, expected a square matrix whose size divides {x.shape[1]}")
+    chosen = resolve(backend, interpret)
+    if chosen == "gpu" and (block < 16 or block & (block - 1)):
+        if backend == "gpu":
+            raise ConfigError(f"h: found a block of {block}, expected a power of two of at least 16 on a GPU")
+        chosen = "xla"
+    if chosen in ("reference", "xla") or x.shape[0] == 0:
+        return {"reference": reference}.get(chosen, xla)(x, h, bits)
+    return {"tpu": tpu, "gpu": gpu}[chosen](x, h, bits, interpret)
