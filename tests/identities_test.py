@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmeth import attention, risk, rl, scaling, uncertainty
+from jaxmeth import attention, quant, risk, rl, scaling, uncertainty
 
 
 def rauq():
@@ -116,6 +116,17 @@ def dhsa():
     return out, jnp.swapaxes(jax.nn.dot_product_attention(*flipped, is_causal=True), 1, 2)
 
 
+def perq():
+    """A block as wide as the vector is the full rotation; Qronos without input error is GPTQ with its damping."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, w = jax.random.normal(keys[0], (200, 24)), jax.random.normal(keys[1], (6, 24))
+    h = jnp.matmul(x.T, x, precision="highest") / 200
+    damp = 1e-3 * jnp.linalg.eigvalsh(h)[-1] / jnp.diag(h).mean()
+    rounded = quant.qronos(w, h, h, alpha=1e-3), quant.gptq(w, h, damp=float(damp))
+    full = jnp.matmul(x, quant.hadamard(24), precision="highest")
+    return (quant.block_hadamard(x, 24), rounded[0].q), (full, rounded[1].q)
+
+
 IDENTITIES = {
     "rauq: alpha 1 = perplexity": rauq,
     "budget: no lower schedule = upper rule": budget,
@@ -125,6 +136,7 @@ IDENTITIES = {
     "lambda-GRPO: process sets of one = GRPO": lambda_grpo,
     "RIPO: equal old probabilities = a fixed clip": ripo,
     "RLER: one model, hard = majority reward": rler,
+    "PeRQ: one block = full rotation, Qronos on equal inputs = GPTQ": perq,
     "RIF: no success asked for = the whole batch": rif,
     "DHSA: density 1 = dense attention": dhsa,
 }
