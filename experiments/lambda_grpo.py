@@ -14,7 +14,7 @@ Expected, laptop, pass rate .160 before, 8 seeds (mean token weight .57: much sh
     shuffled weights    .292             .019 [.006, .032]   rate 3e-4
     mean weight         .285             .012 [-.006, .031]  rate 3e-4
 
-lambda-GRPO is ahead of GRPO, but the weights shuffled over tokens gain about as much (lambda less shuffled over training
+lambda-GRPO is ahead of GRPO, but weights shuffled over tokens gain about as much (lambda less shuffled over training
 .008 [-.007, .022]): a smaller step at a larger rate, not the process sets, may explain it. Nothing like twice as fast.
 Minutes: smoke 1, laptop 12 (on a busy machine).
 """
