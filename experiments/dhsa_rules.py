@@ -1,0 +1,133 @@
+"""The rules that the DHSA experiment compares, as key-block lists and as attention functions of a decoder."""
+
+import functools
+from typing import Any
+
+BQ, BK = 128, 64
+# Rules that need no true attention; "fixed" is this library's default.
+RULES = ("sink+window", "topk", "ashape", "vs", "vsb", "random", "fixed", "similarity", "predicted", "oracle")
+
+
+def config(name: str, density: float):
+    """The library's configuration of a rule."""
+    from jaxmeth.attention import dhsa
+
+    rule = name if name in ("topk", "ashape", "vs", "vsb") else "chunk"
+    boundaries = name if name in ("similarity", "predicted") else "fixed"
+    return dhsa.DHSAConfig(bq=BQ, bk=BK, density=density, rule=rule, boundaries=boundaries, dense_last=0)
+
+
+def block_mass(q: Any, k: Any, scale: float) -> tuple[Any, Any]:
+    """True causal attention of one row of the batch, a head at a time: ``(mass [H, nq, nk], mean over heads [T, T])``.
+
+    The mass of a pair of blocks is the attention probability summed over its keys, mean over its queries.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    heads, length, _ = q.shape
+    k = jnp.repeat(k, heads // k.shape[0], axis=0)
+    seen = jnp.tril(jnp.ones((length, length), bool))
+
+    def one(total, pair):
+        p = jax.nn.softmax(jnp.where(seen, pair[0] @ pair[1].T * scale, -jnp.inf), axis=-1)
+        padded = jnp.pad(p, ((0, -length % BQ), (0, -length % BK)))
+        return total + p, padded.reshape(-(-length // BQ), BQ, -1, BK).sum((1, 3)) / BQ
+
+    total, mass = jax.lax.scan(one, jnp.zeros((length, length)), (q, k))
+    return mass, total / heads
+
+
+def lists(name: str, density: float, q: Any, k: Any, predictor: Any, layer: Any, scale: float):
+    """``BlockList`` of a rule, the same number of blocks T in every row of every rule (more only where forced)."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxmeth.attention import dhsa
+    from jaxmeth.attention.dhsa_blocks import budget_blocks
+    from jaxmeth.attention.dhsa_chunks import ascending
+
+    cfg = config(name, density)
+    if name in ("sink+window", "random", "oracle"):
+        batch, kv_heads, slots, _ = k.shape
+        blocks = -(-slots // BK)
+        rows = -(-q.shape[2] // BQ)
+        budget = min(blocks, budget_blocks(density, blocks))
+        j, i = jnp.arange(blocks)[None], jnp.arange(rows)[:, None]
+        rec = jnp.minimum(((i + 1) * BQ - 1) // BK, blocks - 1)
+        shape = (batch, kv_heads, rows, blocks)
+        if name == "sink+window":
+            value = jnp.broadcast_to(jnp.where(j == 0, jnp.inf, j * 1.0), shape)
+        elif name == "random":
+            value = jax.random.uniform(jax.random.fold_in(jax.random.key(0), layer), shape)
+            value = jnp.where((j == 0) | (j >= i * BQ // BK), jnp.inf, value)
+        else:
+            mass = jax.vmap(lambda q, k: block_mass(q, k, scale)[0])(q, k)
+            value = mass.reshape(batch, kv_heads, -1, rows, blocks).mean(2)
+        _, idx = jax.lax.top_k(jnp.where(j <= rec, value, -jnp.inf), budget)
+        count = jnp.broadcast_to(jnp.minimum(rec[:, 0] + 1, budget), shape[:3]).astype(jnp.int32)
+        return dhsa.BlockList(ascending(idx.astype(jnp.int32), count), count)
+    boundaries = dhsa.find_boundaries(k, cfg, predictor) if cfg.boundaries != "fixed" else None
+    return dhsa.select_blocks(q, k, cfg, boundaries)
+
+
+@functools.lru_cache
+def attend(name: str, density: float, box: "Box | None" = None):
+    """Attention by a rule for prompts without padding; single tokens attend densely."""
+    from jaxmeth.attention import dense
+    from jaxmeth.kernels import block_attention
+
+    def function(q, k, v, ctx, state):
+        if q.shape[2] == 1:
+            return dense(q, k, v, ctx, state)
+        length = q.shape[2]
+        keys, values = k[:, :, :length], v[:, :, :length]
+        chosen = lists(name, density, q, keys, box and box.params, ctx.layer, ctx.scale)
+        out = block_attention(q, keys, values, chosen.idx, chosen.count, bq=BQ, bk=BK, scale=ctx.scale)
+        return out, state
+
+    return dense if name == "dense" else function
+
+
+class Box:
+    """A predictor's parameters, hashed by identity so that an attention function can be kept."""
+
+    def __init__(self, params: Any):
+        self.params = params
+
+
+def recall_tap(names: tuple[str, ...], densities: tuple[float, ...], box: Box | None):
+    """Dense attention whose state is the share of attention mass that each rule covers, [density, rule]."""
+    import jax.numpy as jnp
+
+    from jaxmeth.attention import dense, dhsa
+
+    def function(q, k, v, ctx, state):
+        out, _ = dense(q, k, v, ctx, None)
+        mass, _ = block_mass(q[0], k[0], ctx.scale)
+        blocks = mass.shape[-1]
+        found = []
+        for density in densities:
+            for name in names:
+                chosen = lists(name, density, q, k, box and box.params, ctx.layer, ctx.scale)
+                mask = dhsa.dense_from_blocks(chosen, blocks)[0]
+                mask = jnp.repeat(mask, mass.shape[0] // mask.shape[0], axis=0)
+                # The last block of queries may be short.
+                found.append(jnp.sum(jnp.where(mask, mass, 0)) / jnp.sum(mass))
+        return out, jnp.stack(found).reshape(len(densities), len(names))
+
+    return function
+
+
+def label_tap():
+    """Dense attention whose state is the layer's head-concatenated keys and boundary ratios."""
+    import jax.numpy as jnp
+
+    from jaxmeth.attention import dense, dhsa
+
+    def function(q, k, v, ctx, state):
+        out, _ = dense(q, k, v, ctx, None)
+        _, mean = block_mass(q[0], k[0], ctx.scale)
+        return out, (jnp.moveaxis(k[0], 0, 1).reshape(k.shape[2], -1), dhsa.boundary_labels(mean))
+
+    return function
