@@ -22,11 +22,14 @@ def difference(first: np.ndarray, second: np.ndarray) -> core.Estimate:
     return core.bootstrap_interval(lambda a, b: (a - b).mean(1), first, second, batched=True)
 
 
-def steps_to(curve: np.ndarray, steps: np.ndarray, level: float) -> np.ndarray:
-    """The step at which each curve [seeds, E] first reaches a level, between evaluations by a line; NaN: never."""
+def steps_to(curve: np.ndarray, steps: np.ndarray, level: float | np.ndarray) -> np.ndarray:
+    """The step at which each curve [R, E] first reaches its level ([R] or one), between evaluations by a line.
+
+    NaN: never.
+    """
     out = np.full(len(curve), np.nan)
-    for row, values in enumerate(curve):
-        above = np.flatnonzero(values >= level)
+    for row, (values, wanted) in enumerate(zip(curve, np.broadcast_to(level, len(curve)), strict=True)):
+        above = np.flatnonzero(values >= wanted)
         if not len(above):
             continue
         at = above[0]
@@ -34,7 +37,7 @@ def steps_to(curve: np.ndarray, steps: np.ndarray, level: float) -> np.ndarray:
             out[row] = steps[0]
             continue
         low, high = values[at - 1], values[at]
-        out[row] = steps[at - 1] + (level - low) / (high - low) * (steps[at] - steps[at - 1])
+        out[row] = steps[at - 1] + (wanted - low) / (high - low) * (steps[at] - steps[at - 1])
     return out
 
 
@@ -73,6 +76,17 @@ def quicker(measured: "Measured", first: str, second: str) -> core.Claim:
     """Whether an arm's mean pass rate over training is above another's."""
     text = f"mean pass rate over training, {first} less {second}"
     return core.Claim(text, difference(measured.area(first), measured.area(second)), ">", 0)
+
+
+def sooner(measured: "Measured", first: str, second: str, share: float) -> core.Claim:
+    """Whether an arm reaches another's final pass rate in at most this share of the other's steps (mean curves)."""
+
+    def needed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return steps_to(a.mean(1), measured.steps, b.mean(1)[:, -1]) / measured.steps[-1]
+
+    curves = [measured.curves[arm]["pass"] for arm in (first, second)]
+    estimate = core.bootstrap_interval(needed, *curves, batched=True)
+    return core.Claim(f"share of {second}'s steps in which {first} reaches its final pass rate", estimate, "<=", share)
 
 
 def notes(cfg: Training, measured: "Measured", paper: str) -> list[str]:

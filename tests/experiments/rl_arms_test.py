@@ -152,6 +152,16 @@ def test_steps_to_a_level():
     steps = np.array([0, 10, 20])
     curves = np.array([[0.1, 0.3, 0.5], [0.6, 0.1, 0.9], [0.0, 0.1, 0.2]])
     np.testing.assert_allclose(rl_tables.steps_to(curves, steps, 0.4), [15, 0, np.nan])
+    np.testing.assert_allclose(rl_tables.steps_to(curves, steps, np.array([0.2, 0.7, 0.1])), [5, 17.5, 10])
+
+
+def test_sooner_is_the_share_of_the_baselines_steps():
+    steps = np.array([0, 10, 20])
+    curves = {"fast": [[0.0, 0.4, 0.6]] * 3, "slow": [[0.0, 0.1, 0.2]] * 3, "never": [[0.0, 0.1, 0.1]] * 3}
+    measured = rl_arms.Measured({}, {}, {}, {k: {"pass": np.array(v)} for k, v in curves.items()}, steps)
+    claim = rl_tables.sooner(measured, "fast", "slow", 0.5)
+    assert (claim.measured, claim.interval, claim.holds) == (0.25, (0.25, 0.25), "yes")
+    assert np.isnan(rl_tables.sooner(measured, "never", "slow", 0.5).measured)
 
 
 def test_theory_has_the_best_weight_of_each_clock():
