@@ -5,11 +5,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmeth.kernels import block_attention, dense_lists
+from jaxmeth.kernels.backend import resolve
 from jaxmeth.types import AttendContext, State
 
 BLOCKED_FROM = 1024
-"""Queries from which the blocked computation is the faster one."""
+"""Queries from which the blocked computation is the faster one on CPU; accelerators keep the plain one."""
 _ROWS, _KEYS = 512, 512
+_KERNEL_BLOCK = 64
+"""Rows and keys of a block for the Pallas kernels: a power of two that fits every chip's memory."""
 
 
 def dense(
@@ -31,7 +34,7 @@ def dense(
     """
     batch, heads, length, dim = q.shape
     kv_heads = k.shape[1]
-    if length >= BLOCKED_FROM:
+    if length >= BLOCKED_FROM and resolve("auto") == "xla":
         out, _ = blocked(
             q, k, v, kv_valid=ctx.kv_valid, start=ctx.q_slot[0], window=ctx.window, causal=ctx.causal, scale=ctx.scale,
             softcap=ctx.softcap,
@@ -72,10 +75,12 @@ def blocked(
     """
     batch, heads, length, _ = q.shape
     kv_heads, slots = k.shape[1:3]
-    rows = max(16, _ROWS * kv_heads // heads // 16 * 16)
-    idx, count = dense_lists(batch, length, slots, rows, _KEYS, start, causal)
+    rows, keys = max(16, _ROWS * kv_heads // heads // 16 * 16), _KEYS
+    if resolve("auto") != "xla":
+        rows = keys = _KERNEL_BLOCK
+    idx, count = dense_lists(batch, length, slots, rows, keys, start, causal)
     lists = [jnp.broadcast_to(x, (batch, kv_heads, *x.shape[2:])) for x in (idx, count)]
     return block_attention(
-        q, k, v, *lists, bq=rows, bk=_KEYS, kv_valid=kv_valid, start=start, window=window, causal=causal, scale=scale,
+        q, k, v, *lists, bq=rows, bk=keys, kv_valid=kv_valid, start=start, window=window, causal=causal, scale=scale,
         softcap=softcap, return_lse=True,
     )  # fmt: skip

@@ -7,7 +7,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxmeth import quant
-from jaxmeth.kernels.hadamard_quantize import _half_even, gpu, hadamard_quantize, tpu
+from jaxmeth.kernels.hadamard_quantize import _half_even, hadamard_quantize
+from jaxmeth.kernels.hadamard_quantize.pallas import gpu, tpu
 from jaxmeth.types import ConfigError
 
 # rows, width, block, bits

@@ -8,7 +8,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxmeth import quant
 from jaxmeth.kernels.hadamard_quantize import hadamard_quantize
-from jaxmeth.kernels.quantized_matmul import gpu, quantized_matmul, tpu
+from jaxmeth.kernels.quantized_matmul import quantized_matmul
+from jaxmeth.kernels.quantized_matmul.pallas import gpu, tpu
 from jaxmeth.types import ConfigError
 
 # rows, K, N, group

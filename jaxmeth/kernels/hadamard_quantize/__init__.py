@@ -1,13 +1,9 @@
 """Rotate each run of channels and round each token, in one pass over the activations."""
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float32, Int8
 
 from jaxmeth.kernels.backend import resolve
@@ -15,11 +11,9 @@ from jaxmeth.types import ConfigError
 
 HIGHEST = jax.lax.Precision.HIGHEST
 FLOOR = 1e-12
-ROWS = 16
-LANES = 128
 
 
-def _round(y: Array, low: Array, high: Array, bits: int) -> tuple[Array, Array, Array]:
+def round_rows(y: Array, low: Array, high: Array, bits: int) -> tuple[Array, Array, Array]:
     """``(q - zero as floats, scale, zero)``; ``low`` and ``high`` hold 0."""
     levels = 2**bits - 1
     scale = jnp.maximum((high - low) / levels, FLOOR)
@@ -37,7 +31,7 @@ def _half_even(x: Array) -> Array:
 
 def _rounded(y: Array, bits: int) -> tuple[Array, Array, Array]:
     low, high = (f(y, axis=-1, keepdims=True, initial=0.0) for f in (jnp.min, jnp.max))
-    codes, scale, zero = _round(y, low, high, bits)
+    codes, scale, zero = round_rows(y, low, high, bits)
     return codes.astype(jnp.int8), scale, zero
 
 
@@ -51,60 +45,6 @@ def xla(x: Float[Array, "M d"], h: Float[Array, "b b"], bits: int) -> tuple[Arra
     """One product a block."""
     runs = x.astype(jnp.float32).reshape(x.shape[0], x.shape[1] // h.shape[0], h.shape[0])
     return _rounded(jnp.matmul(runs, h.astype(jnp.float32), precision=HIGHEST).reshape(x.shape), bits)
-
-
-def _body(x_ref, h_ref, q_ref, scale_ref, zero_ref, *, bits: int):
-    """A tile of rows, whole: once for the extremes, once more to round (the rotation is cheaper than keeping it)."""
-    width = h_ref.shape[0]
-    h = h_ref[...].astype(jnp.float32)
-
-    def turned(j: int):
-        x = x_ref[:, pl.ds(j * width, width)].astype(jnp.float32)
-        return jnp.dot(x, h, precision=HIGHEST, preferred_element_type=jnp.float32)
-
-    runs = x_ref.shape[1] // width
-    low = high = jnp.zeros((x_ref.shape[0], 1), jnp.float32)
-    for j in range(runs):
-        y = turned(j)
-        low = jnp.minimum(low, jnp.min(y, axis=1, keepdims=True))
-        high = jnp.maximum(high, jnp.max(y, axis=1, keepdims=True))
-    for j in range(runs):
-        codes, scale, zero = _round(turned(j), low, high, bits)
-        q_ref[:, pl.ds(j * width, width)] = codes.astype(jnp.int32).astype(jnp.int8)
-    scale_ref[...], zero_ref[...] = scale, zero
-
-
-def _pallas(x, h, bits: int, params: Any, interpret: Any, wide: int):
-    rows, d = x.shape
-    # Several small blocks side by side fill the matrix unit.
-    copies = 1
-    while h.shape[0] * copies * 2 <= wide and d % (h.shape[0] * copies * 2) == 0:
-        copies *= 2
-    h = jnp.kron(jnp.eye(copies, dtype=jnp.float32), h.astype(jnp.float32))
-    padded = jnp.pad(x, ((0, -rows % ROWS), (0, 0)))
-    tall = padded.shape[0]
-    row = lambda width: pl.BlockSpec((ROWS, width), lambda i: (i, 0))  # noqa: E731
-    call = pl.pallas_call(
-        functools.partial(_body, bits=bits),
-        grid=(tall // ROWS,),
-        in_specs=[row(d), pl.BlockSpec(h.shape, lambda i: (0, 0))],
-        out_specs=[row(d), row(1), row(1)],
-        out_shape=[jax.ShapeDtypeStruct((tall, w), t) for w, t in ((d, jnp.int8), (1, jnp.float32), (1, jnp.float32))],
-        compiler_params=params,
-        interpret=interpret,
-    )
-    return tuple(a[:rows] for a in call(padded, h))
-
-
-def tpu(x, h, bits: int, interpret: Any = False):
-    """Mosaic: rows in tiles, blocks below 128 made block-diagonal matrices of 128."""
-    params = pltpu.CompilerParams(dimension_semantics=("parallel",))
-    return _pallas(x, h, bits, params, interpret, LANES)
-
-
-def gpu(x, h, bits: int, interpret: Any = False):
-    """Triton: as ``tpu``, in products of at most 64."""
-    return _pallas(x, h, bits, plt.CompilerParams(num_warps=4, num_stages=1), interpret, 64)
 
 
 def hadamard_quantize(
@@ -145,4 +85,11 @@ def hadamard_quantize(
         chosen = "xla"
     if chosen in ("reference", "xla") or x.shape[0] == 0:
         return {"reference": reference}.get(chosen, xla)(x, h, bits)
-    return {"tpu": tpu, "gpu": gpu}[chosen](x, h, bits, interpret)
+    return _kernel(chosen)(x, h, bits, interpret)
+
+
+def _kernel(name: str):
+    """Pallas is imported only where it runs: it takes half a second."""
+    from jaxmeth.kernels.hadamard_quantize import pallas
+
+    return {"tpu": pallas.tpu, "gpu": pallas.gpu}[name]
