@@ -1,7 +1,6 @@
 """The judge's confidence: golden numbers, identities, the guarantee by simulation, and what is refused."""
 
 import csv
-import os
 from pathlib import Path
 
 import jax
@@ -90,11 +89,8 @@ def test_annotators(g):
 
 @pytest.fixture(scope="module")
 def real():
-    """Confidence and error of three judges on the 500 real rows; None without the data."""
-    folder = os.environ.get("JAXMETH_DATA")
-    if folder is None:
-        return None
-    with open(Path(folder) / "06-judge-confidence" / "judge_probs.csv") as file:
+    """Confidence and error of three judges on the 500 real rows."""
+    with open(STORED.with_name("judge_probs.csv")) as file:
         rows = list(csv.DictReader(file))
     human = np.asarray([int(row["human_label"]) for row in rows])
     found = {}
@@ -104,7 +100,6 @@ def real():
     return found
 
 
-@pytest.mark.skipif("JAXMETH_DATA" not in os.environ, reason="needs the real judge table (JAXMETH_DATA)")
 @pytest.mark.parametrize("name", ["mistral7b", "gpt35", "gpt4"])
 def test_thresholds_and_bounds_on_the_real_table(g, real, name):
     conf, error = real[name]
