@@ -41,33 +41,48 @@ def _tile(static: Static, q, k, valid, q_block, k_block, span_ref):
     return jnp.where(mask, s, jnp.finfo(s.dtype).min), mask, slope
 
 
+def softmax_start(top, total, acc):
+    """Scratch of an online softmax before its first tile: largest score, sum of weights, weighted values."""
+    top[...] = jnp.full_like(top, jnp.finfo(jnp.float32).min)
+    total[...] = jnp.zeros_like(total)
+    acc[...] = jnp.zeros_like(acc)
+
+
+def softmax_add(top, total, acc, s, mask, values):
+    """Take in the scores of one tile, the lowest number where masked, and its values."""
+    old = top[:, :1]
+    new = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
+    p = jnp.where(mask, jnp.exp(s - new), 0)
+    keep = jnp.exp(old - new)
+    top[...] = jnp.broadcast_to(new, top.shape)
+    total[...] = jnp.broadcast_to(total[:, :1] * keep + jnp.sum(p, axis=1, keepdims=True), total.shape)
+    acc[...] = acc[...] * keep + _dot(p.astype(values.dtype), values, 1, 0)
+
+
+def softmax_finish(top, total, acc, out, lse):
+    """Zeros and -inf for a row that saw nothing."""
+    some = total[:, :1] > 0
+    safe = jnp.where(some, total[:, :1], 1)
+    out[...] = (acc[...] / safe).astype(out.dtype)
+    lse[...] = jnp.where(some, jnp.log(safe) + top[:, :1], -jnp.inf)
+
+
 def _forward_kernel(static, per_list, idx, count, span, q, k, v, valid, out, lse, top, total, acc):
     b, h, i, j = (pl.program_id(axis) for axis in range(4))
     row = (b, jax.lax.div(h, per_list), i)
 
     @pl.when(j == 0)
     def _():
-        top[...] = jnp.full_like(top, jnp.finfo(jnp.float32).min)
-        total[...] = jnp.zeros_like(total)
-        acc[...] = jnp.zeros_like(acc)
+        softmax_start(top, total, acc)
 
     @pl.when(j < count[row])
     def _():
         s, mask, _ = _tile(static, q[...], k[...], valid[...], i, idx[(*row, j)], span)
-        old = top[:, :1]
-        new = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
-        p = jnp.where(mask, jnp.exp(s - new), 0)
-        keep = jnp.exp(old - new)
-        top[...] = jnp.broadcast_to(new, top.shape)
-        total[...] = jnp.broadcast_to(total[:, :1] * keep + jnp.sum(p, axis=1, keepdims=True), total.shape)
-        acc[...] = acc[...] * keep + _dot(p.astype(v.dtype), v[...], 1, 0)
+        softmax_add(top, total, acc, s, mask, v[...])
 
     @pl.when(j == pl.num_programs(3) - 1)
     def _():
-        some = total[:, :1] > 0
-        safe = jnp.where(some, total[:, :1], 1)
-        out[...] = (acc[...] / safe).astype(out.dtype)
-        lse[...] = jnp.where(some, jnp.log(safe) + top[:, :1], -jnp.inf)
+        softmax_finish(top, total, acc, out, lse)
 
 
 def _dq_kernel(static, per_list, idx, count, span, q, k, v, valid, d_out, lse, delta, dq, acc):

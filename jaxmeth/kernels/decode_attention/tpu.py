@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from jaxmeth.kernels.block_attention.tpu import LANES, _dot
+from jaxmeth.kernels.block_attention.tpu import LANES, _dot, softmax_add, softmax_finish, softmax_start
 from jaxmeth.kernels.decode_attention.shapes import Static
 
 SUBLANES = 16
@@ -24,9 +24,7 @@ def _kernel(static, overridden, idx, count, q, k, v, valid, *rest):
 
     @pl.when(j == 0)
     def _():
-        top[...] = jnp.full_like(top, jnp.finfo(jnp.float32).min)
-        total[...] = jnp.zeros_like(total)
-        acc[...] = jnp.zeros_like(acc)
+        softmax_start(top, total, acc)
 
     @pl.when(j < count[b, h])
     def _():
@@ -39,20 +37,11 @@ def _kernel(static, overridden, idx, count, q, k, v, valid, *rest):
             s = static.softcap * jnp.tanh(s / static.softcap)
         mask = jnp.broadcast_to(valid[...] > 0, s.shape)
         s = jnp.where(mask, s, jnp.finfo(s.dtype).min)
-        old = top[:, :1]
-        new = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
-        p = jnp.where(mask, jnp.exp(s - new), 0)
-        keep = jnp.exp(old - new)
-        top[...] = jnp.broadcast_to(new, top.shape)
-        total[...] = jnp.broadcast_to(total[:, :1] * keep + jnp.sum(p, axis=1, keepdims=True), total.shape)
-        acc[...] = acc[...] * keep + _dot(p.astype(values.dtype), values, 1, 0)
+        softmax_add(top, total, acc, s, mask, values)
 
     @pl.when(j == pl.num_programs(2) - 1)
     def _():
-        some = total[:, :1] > 0
-        safe = jnp.where(some, total[:, :1], 1)
-        out[...] = (acc[...] / safe).astype(out.dtype)
-        lse[...] = jnp.where(some, jnp.log(safe) + top[:, :1], -jnp.inf)
+        softmax_finish(top, total, acc, out, lse)
 
 
 def forward(static: Static, q, k, v, idx, count, valid, override) -> tuple[Array, Array]:
