@@ -57,6 +57,10 @@ class Training(core.Config):
     """Seeds that are reported, trained in one vectorised call."""
     selection_seeds: int = 2
     """Other seeds, on which each arm's learning rate is chosen."""
+    simulation_seeds: int = 8
+    """Seeds of the simulation that comes before the training, where an experiment has one; 0 leaves it out."""
+    model: str = "tiny"
+    """tiny, a character model trained here."""
     data: Path | None = None
     """Folder of real extracts (else JAXMETH_DATA) to take the problems from; without one they are made."""
     shapes_only: bool = False
@@ -67,12 +71,14 @@ class Training(core.Config):
         allowed = (*rl_tasks.TASKS, "mixed")
         if self.task not in allowed:
             raise ConfigError(f"task: found {self.task!r}, expected one of {', '.join(allowed)}")
+        if self.model != "tiny":
+            raise ConfigError(f"model: found {self.model!r}, expected tiny")
         self.require(
             terms=(2, 6), digits=(1, 3), width=(8, None), layers=(1, None), warm_steps=(0, None), warm_batch=(1, None),
             warm_rate=(1e-9, 1), warm_errors=(0, 1), rollouts=(1, None), group_size=(1, None), steps=(1, None),
             epochs=(1, None), rates=(1e-9, 1), max_grad_norm=(1e-9, None), temperature=(1e-3, 100),
             train_problems=(1, None), test_problems=(1, None), test_samples=(1, None), evaluations=(1, None),
-            seeds=(1, None), selection_seeds=(1, None),
+            seeds=(1, None), selection_seeds=(1, None), simulation_seeds=(0, None),
         )  # fmt: skip
         if not self.rates:
             raise ConfigError("rates: found none, expected at least 1 learning rate")
@@ -97,6 +103,6 @@ class Training(core.Config):
 TINY = {
     "terms": 2, "width": 16, "layers": 1, "warm_steps": 300, "warm_errors": 0.0, "rollouts": 32, "steps": 4,
     "evaluations": 2, "rates": (1e-3, 3e-3), "train_problems": 64, "test_problems": 16, "test_samples": 2, "seeds": 2,
-    "selection_seeds": 1,
+    "selection_seeds": 1, "simulation_seeds": 2,
 }  # fmt: skip
 """What a smoke preset changes: the same code in seconds."""
