@@ -1,0 +1,84 @@
+"""What the simulations of the reinforcement-learning experiments share: tables of softmax policies, ratios of means."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from experiments import core
+
+if TYPE_CHECKING:
+    from experiments.rl_arms import Arm
+
+
+class Simulated(NamedTuple):
+    """What a simulation adds to the result of its experiment."""
+
+    tables: dict[str, core.Rows]
+    claims: list[core.Claim]
+    notes: list[str]
+
+
+METRICS = ("clip_low", "clip_high", "token_weight")
+"""Metrics of a policy loss that are recorded, NaN where a loss has none."""
+NOTHING = Simulated({}, [], [])
+"""Where ``simulation_seeds`` is 0."""
+
+
+def ratio(first: np.ndarray, second: np.ndarray) -> core.Estimate:
+    """The first's mean over the second's, bootstrapped over paired seeds; NaN where the second's mean is 0."""
+
+    def statistic(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        below = b.mean(1)
+        return np.where(below == 0, np.nan, a.mean(1) / np.where(below == 0, 1, below))
+
+    return core.bootstrap_interval(statistic, first, second, batched=True)
+
+
+def first_at(curves: np.ndarray, level: float) -> float | None:
+    """The first step [seeds, steps] at which the seeds' mean is at least ``level``; None: never."""
+    above = np.flatnonzero(curves.mean(0) >= level)
+    return int(above[0]) if len(above) else None
+
+
+def steps_ratio(first: np.ndarray, second: np.ndarray, level: float) -> core.Estimate:
+    """Steps of the mean curve of the first to ``level`` over those of the second; a curve that never gets there counts
+    with its whole length, which makes the ratio a bound."""
+
+    def needed(curves: np.ndarray) -> np.ndarray:
+        above = curves.mean(1) >= level
+        return np.where(above.any(1), above.argmax(1), curves.shape[2])
+
+    return core.bootstrap_interval(lambda a, b: needed(a) / np.maximum(needed(b), 1), first, second, batched=True)
+
+
+def learning(arms: "Sequence[Arm]") -> Callable[..., tuple[Any, Any]]:
+    """``(arm, step, logp, batch) -> (gradient of the arm's loss by logp, its metrics)``; the arm's number may be traced.
+
+    Differentiated inside each branch, so that none keeps what the others need.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from jaxmeth import rl
+
+    def branch(arm: "Arm") -> Callable[..., tuple[Any, Any]]:
+        def gradient(step: Any, logp: Any, batch: rl.RolloutBatch) -> tuple[Any, Any]:
+            policy = arm.loss if isinstance(arm.loss, rl.PolicyLoss) else arm.loss(step)
+            slope, metrics = jax.grad(policy, has_aux=True)(logp, batch)
+            return slope, {name: jnp.asarray(metrics.get(name, jnp.nan), jnp.float32) for name in METRICS}
+
+        return gradient
+
+    branches = [branch(a) for a in arms]
+    return lambda arm, *rest: jax.lax.switch(arm, branches, *rest)
+
+
+def draw(key: Any, p: Any, count: int) -> Any:
+    """``count`` draws from each row of probabilities [S, A]: int [S, count], by the inverse of the distribution."""
+    import jax
+    import jax.numpy as jnp
+
+    upto = jnp.cumsum(p, axis=1)[:, None, :-1]
+    u = jax.random.uniform(key, (len(p), count))
+    return (u[..., None] > upto).sum(2)
