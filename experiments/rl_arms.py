@@ -19,15 +19,20 @@ from jaxmeth import models, rl, train
 from jaxmeth.types import Params
 
 METRICS = ("clip_low", "clip_high", "token_weight", "kl_old")
-"""Metrics of a policy loss that are recorded, NaN where a loss has none."""
+"""Metrics of a policy loss that are always recorded, NaN where a loss has none."""
 
 
 class Judged(NamedTuple):
-    """The rollouts of K models on P prompts, n each: tokens and mask [K, P, n, T]; ``right`` [K, P, n] are labels."""
+    """The rollouts of K models on P prompts, n each: tokens, mask, logp [K, P, n, T]; ``right`` [K, P, n] are labels.
+
+    ``first``: tokens and mask of as many answers by the models as they were before training, where ``Arm.past`` asks.
+    """
 
     tokens: Any
     mask: Any
     right: Any
+    logp: Any = None
+    first: Any = None
 
 
 class Given(NamedTuple):
@@ -43,11 +48,17 @@ def verified(judged: Judged) -> Given:
 
 
 class Arm(NamedTuple):
-    """``loss``: a policy loss, or a function of the step that makes one; ``reward``: Judged -> Given."""
+    """``loss``: a policy loss, or a function of the step that makes ``(logp, batch) -> (loss, metrics)``.
+
+    ``reward``: Judged -> Given. ``past``: whether it reads ``Judged.first``. ``metrics``: names recorded besides
+    ``METRICS``.
+    """
 
     name: str
-    loss: rl.PolicyLoss | Callable[[Any], rl.PolicyLoss]
+    loss: rl.PolicyLoss | Callable[[Any], Callable[..., Any]]
     reward: Callable[[Judged], Given] = verified
+    past: bool = False
+    metrics: tuple[str, ...] = ()
 
 
 class Curves(NamedTuple):
@@ -160,25 +171,38 @@ def roll(
     return made, rl_tasks.correct(each, made.tokens, made.mask).reshape(-1, count)
 
 
+def distinct(parts: Sequence[Any]) -> tuple[list[Any], Any]:
+    """The different ones among the arms' parts, and by arm which of them is its: each is compiled once."""
+    kinds = list(dict.fromkeys(parts))
+    return kinds, jnp.asarray([kinds.index(p) for p in parts])
+
+
+def recorded(arms: Sequence[Arm]) -> tuple[str, ...]:
+    """Names of the metrics of all arms."""
+    return tuple(dict.fromkeys((*METRICS, *(name for a in arms for name in a.metrics))))
+
+
 def objective(arms: Sequence[Arm], arm: Any, step: Any, model: models.DecoderConfig, temperature: float) -> Any:
     """The loss of the arm whose number is traced: one forward and backward pass of the model for all of them."""
+    names = recorded(arms)
 
-    def branch(a: Arm) -> Callable[[Any, Any], tuple[Any, dict[str, Any]]]:
+    def branch(made: Any) -> Callable[[Any, Any], tuple[Any, dict[str, Any]]]:
         def loss(logp: Any, rollout: rl.RolloutBatch) -> tuple[Any, dict[str, Any]]:
-            policy = a.loss if isinstance(a.loss, rl.PolicyLoss) else a.loss(step)
+            policy = made if isinstance(made, rl.PolicyLoss) else made(step)
             value, metrics = policy(logp, rollout)
-            return value, {name: jnp.asarray(metrics.get(name, jnp.nan), jnp.float32) for name in METRICS}
+            return value, {name: jnp.asarray(metrics.get(name, jnp.nan), jnp.float32) for name in names}
 
         return loss
 
-    branches = [branch(a) for a in arms]
+    losses, which = distinct([a.loss for a in arms])
+    branches = [branch(made) for made in losses]
 
     def loss(params: Params, batch: train.PolicyBatch, denominator: Any) -> tuple[Any, dict[str, Any]]:
         rollout = batch.rollout
         logp = train.completion_logprobs(
             params, model, batch.prompt, batch.prompt_mask, rollout.tokens, rollout.mask != 0, temperature=temperature
         )
-        return jax.lax.switch(arm, branches, logp, rollout)
+        return jax.lax.switch(which[arm], branches, logp, rollout)
 
     return train.Objective(lambda batch: jnp.ones(()), loss, lambda m: {name: v[0] for name, v in m.items()})
 
@@ -205,15 +229,30 @@ def trainer(cfg: Training, bench: Bench, arms: Sequence[Arm], probe: bool = Fals
     ``probe``: the bias of each arm's reward on the held-out problems is recorded, against the labels.
     """
     every = cfg.steps // cfg.evaluations
-    rewards = [a.reward for a in arms]
+    rewards, which_reward = distinct([a.reward for a in arms])
+    past, any_past = jnp.asarray([a.past for a in arms]), any(a.past for a in arms)
 
-    def judge(params: Params, problems: rl_tasks.Problems, key: Any, count: int) -> tuple[train.Rollouts, Judged]:
+    def judge(
+        arm: Any, params: Params, start: Params, problems: rl_tasks.Problems, key: Any, count: int
+    ) -> tuple[train.Rollouts, Judged, Given]:
         size = jax.tree.leaves(params)[0].shape[0]
-        made, right = jax.vmap(lambda p, k: roll(p, bench, problems, k, count, cfg.temperature))(
-            params, jax.random.split(key, size)
-        )
         shape = (size, -1, count, bench.new_tokens)
-        return made, Judged(made.tokens.reshape(shape), made.mask.reshape(shape), right)
+        keys = jax.random.split(key, 2 * size if any_past else size)
+
+        def answers(params: Params, keys: Any) -> tuple[train.Rollouts, Any]:
+            return jax.vmap(lambda p, k: roll(p, bench, problems, k, count, cfg.temperature))(params, keys)
+
+        made, right = answers(params, keys[:size])
+        judged = Judged(*(a.reshape(shape) for a in (made.tokens, made.mask)), right, made.logp.reshape(shape))
+        if any_past:
+
+            def voted() -> tuple[Any, Any]:
+                by = answers(start, keys[size:])[0]
+                return by.tokens.reshape(shape), by.mask.reshape(shape)
+
+            none = jnp.zeros_like(judged.tokens), jnp.zeros_like(judged.mask)
+            judged = judged._replace(first=jax.lax.cond(past[arm], voted, lambda: none))
+        return made, judged, jax.lax.switch(which_reward[arm], rewards, judged)
 
     def bias(judged: Judged, given: Given) -> dict[str, Any]:
         ids = same_answers(judged)
@@ -222,11 +261,11 @@ def trainer(cfg: Training, bench: Bench, arms: Sequence[Arm], probe: bool = Fals
         found = rl.bias_metrics(given.reward, judged.right, share, jnp.ones_like(judged.right))
         return {"noise": found.rho_noise, "symbias": found.rho_symbias, "selfbias": found.rho_selfbias}
 
-    def evaluate(arm: Any, params: Params, key: Any) -> dict[str, Any]:
-        made, judged = judge(params, bench.held, key, cfg.test_samples)
+    def evaluate(arm: Any, params: Params, start: Params, key: Any) -> dict[str, Any]:
+        made, judged, given = judge(arm, params, start, bench.held, key, cfg.test_samples)
         entropy = -made.logp.sum() / jnp.maximum(made.mask.sum(), 1)
         found = {"pass": judged.right.mean(), "pass@k": judged.right.any(-1).mean(), "entropy": entropy}
-        return found | (bias(judged, jax.lax.switch(arm, rewards, judged)) if probe else {})
+        return found | (bias(judged, given) if probe else {})
 
     def one(arm: Any, params: Params, key: Any, rate: Any) -> Curves:
         optimizer = train.adamw(rate, max_grad_norm=cfg.max_grad_norm)
@@ -237,8 +276,7 @@ def trainer(cfg: Training, bench: Bench, arms: Sequence[Arm], probe: bool = Fals
             state, total = carry
             which, key = jax.random.split(jax.random.fold_in(draws, i))
             at = jax.random.choice(which, bench.pool.prompt.shape[0], (cfg.prompts,), replace=False)
-            made, judged = judge(state.params, take(bench.pool, at), key, cfg.group_size)
-            given = jax.lax.switch(arm, rewards, judged)
+            made, _, given = judge(arm, state.params, params, take(bench.pool, at), key, cfg.group_size)
             update = train.make_train_step(objective(arms, arm, i, bench.model, cfg.temperature), optimizer)
 
             def learn(state: Any, made: train.Rollouts, reward: Any, keep: Any) -> tuple[Any, dict[str, Any]]:
@@ -251,14 +289,14 @@ def trainer(cfg: Training, bench: Bench, arms: Sequence[Arm], probe: bool = Fals
             return state, {name: total[name] + metrics[name] / every for name in total}
 
         def segment(state: Any, number: Any) -> tuple[Any, Curves]:
-            names = (*METRICS, "loss", "grad_norm", "reward")
+            names = (*recorded(arms), "loss", "grad_norm", "reward")
             # No step before the first evaluation.
             first = jnp.maximum(number - 1, 0) * every
             state, metrics = jax.lax.fori_loop(
                 first, number * every, step, (state, {name: jnp.zeros((), jnp.float32) for name in names})
             )
             metrics = {name: jnp.where(number > 0, v, jnp.nan) for name, v in metrics.items()}
-            return state, Curves(evaluate(arm, state.params, jax.random.fold_in(tests, number)), metrics)
+            return state, Curves(evaluate(arm, state.params, params, jax.random.fold_in(tests, number)), metrics)
 
         return jax.lax.scan(segment, state, jnp.arange(cfg.evaluations + 1))[1]
 
@@ -322,13 +360,22 @@ def choose(cfg: Training, scores: np.ndarray) -> tuple[int, np.ndarray]:
 
 
 def compare(
-    cfg: Training, folder: core.RunDir, bench: Bench, arms: Sequence[Arm], *, models_each: int = 1, probe: bool = False
+    cfg: Training,
+    folder: core.RunDir,
+    bench: Bench,
+    arms: Sequence[Arm],
+    *,
+    models_each: int = 1,
+    probe: bool = False,
+    leaves: list[np.ndarray] | None = None,
+    prefix: str = "",
 ) -> Measured:
     """Train every arm: rates on the selection seeds, then the best one on the seeds that are reported.
 
-    Every call is stored, so a run that was stopped continues with the next one.
+    Every call is stored, so a run that was stopped continues with the next one. ``leaves``: of the models to start
+    from, else warm-started here; ``prefix``: of the names of what is stored, for a second comparison of a run.
     """
-    leaves = warm_seeds(cfg, folder, bench, models_each)
+    leaves = warm_seeds(cfg, folder, bench, models_each) if leaves is None else leaves
     structure = jax.tree.structure(models.abstract_params(bench.model))
     run = trainer(cfg, bench, arms, probe)
     root = jax.random.fold_in(jax.random.key(cfg.seed), 1)
@@ -341,7 +388,7 @@ def compare(
             curves = run(arm, params, keys, jnp.asarray([rate for _, rate in runs], jnp.float32))
             return curves.held | curves.training
 
-        return folder.cached(key, compute)
+        return folder.cached(prefix + key, compute)
 
     out = Measured({}, {}, {}, {}, np.arange(cfg.evaluations + 1) * (cfg.steps // cfg.evaluations))
     searches = batches(cfg) if len(cfg.rates) > 1 else []
@@ -357,6 +404,6 @@ def compare(
         out.rates[name], out.edge[name] = cfg.rates[best], best in (0, len(cfg.rates) - 1)
         out.curves[name] = call(i, [(s, cfg.rates[best]) for s in range(cfg.seeds)], f"arm{i}-report")
         for step, *values in zip(out.steps, *(v.mean(0) for v in out.curves[name].values()), strict=True):
-            folder.log(step, name, **dict(zip(out.curves[name], values, strict=True)))
+            folder.log(step, prefix + name, **dict(zip(out.curves[name], values, strict=True)))
         bar.note(f"{name}: {out.last(name).mean():.3f}")
     return out

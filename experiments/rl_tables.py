@@ -41,6 +41,42 @@ def steps_to(curve: np.ndarray, steps: np.ndarray, level: float | np.ndarray) ->
     return out
 
 
+def at_level(passed: np.ndarray, values: np.ndarray, level: float | np.ndarray) -> np.ndarray:
+    """Values [R, E] where the curve ``passed`` [R, E] first reaches its level, between evaluations by a line."""
+    place = steps_to(passed, np.arange(passed.shape[1]), level)
+    known = np.where(np.isnan(place), 0, place)
+    low = np.minimum(known.astype(int), passed.shape[1] - 2)
+    left, right = (np.take_along_axis(values, at[:, None], axis=1)[:, 0] for at in (low, low + 1))
+    return np.where(np.isnan(place), np.nan, left + (known - low) * (right - left))
+
+
+def matched(measured: "Measured", first: str, second: str, metric: str) -> core.Claim:
+    """Whether an arm has as much of a metric as another where both first reach the lower of their best pass rates."""
+
+    def statistic(*curves: np.ndarray) -> np.ndarray:
+        a, b, of_a, of_b = (c.mean(1) for c in curves)
+        level = np.minimum(a.max(1), b.max(1))
+        return at_level(a, of_a, level) - at_level(b, of_b, level)
+
+    curves = [measured.curves[arm][name] for name in ("pass", metric) for arm in (first, second)]
+    estimate = core.bootstrap_interval(statistic, *curves, batched=True)
+    return core.Claim(f"{metric} at matched pass rate, {first} less {second}", estimate, ">=", 0)
+
+
+def matched_rows(measured: "Measured", metric: str) -> core.Rows:
+    """A metric of every arm at the highest pass rate that the means of all arms reach."""
+    level = min(curves["pass"].mean(0).max() for curves in measured.curves.values())
+
+    def statistic(passed: np.ndarray, values: np.ndarray) -> np.ndarray:
+        return at_level(passed.mean(1), values.mean(1), level)
+
+    return [
+        {"arm": arm, "pass rate": float(level)}
+        | {metric: core.bootstrap_interval(statistic, curves["pass"], curves[metric], batched=True)}
+        for arm, curves in measured.curves.items()
+    ]
+
+
 def rows(measured: "Measured", baseline: str, more: Sequence[str] = ()) -> core.Rows:
     """One row an arm: its rate, pass rates, and paired differences to the baseline."""
     found = []

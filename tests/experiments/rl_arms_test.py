@@ -164,6 +164,37 @@ def test_sooner_is_the_share_of_the_baselines_steps():
     assert np.isnan(rl_tables.sooner(measured, "never", "slow", 0.5).measured)
 
 
+def test_a_metric_is_compared_at_matched_pass_rate():
+    passed = np.array([[0.0, 0.2, 0.6], [0.1, 0.3, 0.3], [0.0, 0.1, 0.2]])
+    entropy = np.array([[3.0, 2.0, 1.0], [3.0, 1.0, 0.0], [3.0, 2.0, 1.0]])
+    np.testing.assert_allclose(rl_tables.at_level(passed, entropy, np.array([0.4, 0.1, 0.3])), [1.5, 3.0, np.nan])
+    curves = {
+        "wide": {"pass": np.array([[0.0, 0.2, 0.6]] * 3), "entropy": np.array([[3.0, 2.5, 2.0]] * 3)},
+        "narrow": {"pass": np.array([[0.0, 0.4, 0.3]] * 3), "entropy": np.array([[3.0, 1.0, 0.5]] * 3)},
+    }
+    measured = rl_arms.Measured({}, {}, {}, curves, np.array([0, 10, 20]))
+    # Both reach 0.4: the wide one half-way between its last two evaluations.
+    claim = rl_tables.matched(measured, "wide", "narrow", "entropy")
+    assert (claim.measured, claim.comparison, claim.holds) == (1.25, ">=", "yes")
+    assert [row["entropy"].value for row in rl_tables.matched_rows(measured, "entropy")] == [2.25, 1.0]
+
+
+def test_clipped_tokens_are_counted_by_old_probability():
+    old = jnp.log(jnp.asarray([[0.05, 0.95, 1.0], [0.55, 0.52, 0.01]]))
+    now = old + jnp.log(jnp.asarray([[3.0, 1.1, 1.3], [1.0, 0.3, 9.0]]))
+    batch = rl.RolloutBatch(jnp.asarray([[1.0, 0.0]]), None, None, jnp.asarray([[1, 1, 1], [1, 1, 0]]), old)
+    arms = {a.name: a for a in ripo.arms()}
+    for name, clipped in ((ripo.PPO, {0: 1, 9: 1, 5: 1}), (ripo.RIPO, {0: 1, 9: 1, 5: 1}), (ripo.FREE, {})):
+        arm = ripo.by_probability(arms[name])
+        value, found = arm.loss(0)(now, batch)
+        assert float(value) == float(arms[name].loss(now, batch)[0])
+        assert set(arm.metrics) <= set(found)
+        tokens = {0: 1, 9: 2, 5: 2}
+        for i in range(10):
+            np.testing.assert_allclose(found[f"tokens{i}"], tokens.get(i, 0) / 5, rtol=1e-6)
+            np.testing.assert_allclose(found[f"clipped{i}"], clipped.get(i, 0) / 5, rtol=1e-6)
+
+
 def test_theory_has_the_best_weight_of_each_clock():
     _, over, rows = asymmetric.theory(points=6)
     assert len(rows) == 12
