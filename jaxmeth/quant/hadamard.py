@@ -11,8 +11,11 @@ from jaxtyping import Array, Float
 
 from jaxmeth.types import ConfigError
 
-# Up to this order one matrix product is faster than two smaller ones (measured on two CPU cores).
-ONE_PRODUCT = 256
+# Measured on two CPU cores (experiments/bench/quant.py): up to ONE_PRODUCT channels a single matrix product is fastest;
+# beyond, a product of about FACTOR channels and then additions, RADIX runs at a time (the operands of one fused loop).
+ONE_PRODUCT = 128
+FACTOR = 64
+RADIX = 8
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
@@ -112,15 +115,6 @@ def check_block(width: int, block: int, name: str = "block") -> None:
     _checked(int(block), name)
 
 
-def _factors(block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two +-1 matrices whose Kronecker product is H, of orders as equal as may be; the first symmetric."""
-    twos, base = _checked(block, "block")
-    left = twos
-    while left > 1 and left * left > block:
-        left //= 2
-    return _sylvester(left), np.kron(_sylvester(twos // left), base)
-
-
 def by_matmul(x: Float[Array, "*n d"], block: int) -> Float[Array, "*n d"]:
     """``block_hadamard`` as one product with the ``[block, block]`` matrix."""
     h = hadamard(block, x.dtype)
@@ -128,12 +122,29 @@ def by_matmul(x: Float[Array, "*n d"], block: int) -> Float[Array, "*n d"]:
 
 
 def by_factors(x: Float[Array, "*n d"], block: int) -> Float[Array, "*n d"]:
-    """``block_hadamard`` as two products: H is the Kronecker product of two matrices of order about sqrt(block)."""
-    left, right = _factors(block)
-    scale = 1 / math.sqrt(block)
-    y = jnp.matmul(x.reshape(-1, right.shape[0]), jnp.asarray(right * scale, x.dtype), precision=HIGHEST)
-    y = jnp.matmul(jnp.asarray(left, x.dtype), y.reshape(-1, left.shape[0], right.shape[0]), precision=HIGHEST)
+    """``block_hadamard`` as a product with a Kronecker factor of H, of order about 64, and additions for the rest."""
+    twos, base = _checked(block, "block")
+    inner = 1
+    while inner < twos and 2 * inner * base.shape[0] <= FACTOR:
+        inner *= 2
+    right = np.kron(_sylvester(inner), base)
+    width = right.shape[0]
+    scaled = jnp.asarray(right / math.sqrt(block), x.dtype)
+    y = jnp.matmul(x.reshape(-1, width), scaled, precision=HIGHEST)
+    while width < block:
+        radix = min(RADIX, block // width)
+        y = jnp.stack(_added([y.reshape(-1, radix, width)[:, i] for i in range(radix)]), axis=1)
+        width *= radix
     return y.reshape(x.shape)
+
+
+def _added(parts: list[Array]) -> list[Array]:
+    """The unscaled Hadamard transform of a list whose length is a power of two."""
+    if len(parts) == 1:
+        return parts
+    half = len(parts) // 2
+    pairs = list(zip(parts[:half], parts[half:], strict=True))
+    return _added([a + b for a, b in pairs]) + _added([a - b for a, b in pairs])
 
 
 def by_butterfly(x: Float[Array, "*n d"], block: int) -> Float[Array, "*n d"]:
@@ -158,8 +169,8 @@ def block_hadamard(x: Float[Array, "*n d"], block: int) -> Float[Array, "*n d"]:
 
     Computed in float32 or better, returned in the dtype of x; ``||y||_2 = ||x||_2``. Where H is symmetric (powers of
     two) the function is its own inverse. A weight ``[out, in]`` that will meet rotated inputs is rotated by the same
-    call: ``(x R)(W R)^T = x W^T``. One matrix product for small blocks, two with the Kronecker factors of H for large
-    ones. Safe under jit, vmap and grad; x without rows comes back.
+    call: ``(x R)(W R)^T = x W^T``. One matrix product for small blocks, one with a Kronecker factor of H and additions
+    for large ones. Safe under jit, vmap and grad; x without rows comes back.
 
     Raises: ConfigError where ``block`` does not divide d or has no Hadamard matrix.
     Reference: Pushing the Limits of Block Rotations in Post-Training Quantization, arXiv 2601.22347.
@@ -168,8 +179,7 @@ def block_hadamard(x: Float[Array, "*n d"], block: int) -> Float[Array, "*n d"]:
     if x.size == 0 or block == 1:
         return x
     exact = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    small = block <= ONE_PRODUCT or _base(block)[0] == 1
-    return (by_matmul if small else by_factors)(exact, block).astype(x.dtype)
+    return (by_matmul if block <= ONE_PRODUCT else by_factors)(exact, block).astype(x.dtype)
 
 
 def outlier_bound(x: Float[Array, "*n d"], block: int) -> Float[Array, "*n"]:
