@@ -41,6 +41,16 @@ def steps_to(curve: np.ndarray, steps: np.ndarray, level: float | np.ndarray) ->
     return out
 
 
+def near_peak(measured: "Measured", arm: str, share: float = 0.9) -> core.Estimate:
+    """The step at which the mean curve of an arm first reaches this share of its own highest pass rate."""
+
+    def statistic(passed: np.ndarray) -> np.ndarray:
+        curve = passed.mean(1)
+        return steps_to(curve, measured.steps, share * curve.max(1))
+
+    return core.bootstrap_interval(statistic, measured.curves[arm]["pass"], batched=True)
+
+
 def at_level(passed: np.ndarray, values: np.ndarray, level: float | np.ndarray) -> np.ndarray:
     """Values [R, E] where the curve ``passed`` [R, E] first reaches its level, between evaluations by a line."""
     place = steps_to(passed, np.arange(passed.shape[1]), level)

@@ -90,6 +90,29 @@ def test_shuffled_weights_are_the_same_weights_elsewhere():
     np.testing.assert_allclose(mean[alive], np.asarray(weight)[alive].mean(), rtol=1e-6)
 
 
+def test_process_advantages_are_grpo_in_another_order():
+    """The gradient in the log-probabilities of prefixes, which rollouts share, is GRPO's; lambda-GRPO's is not."""
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, 2, (8, 3))
+    # A number for each prefix: its tokens after a leading 1, in binary.
+    prefix = jnp.asarray([[int("1" + "".join(map(str, row[: t + 1])), 2) for t in range(3)] for row in tokens.tolist()])
+    mask = jnp.asarray(np.arange(3)[None] < rng.integers(2, 4, 8)[:, None])
+    batch = rl.RolloutBatch(jnp.asarray(rng.integers(0, 2, (2, 4)), jnp.float32), None, jnp.asarray(tokens), mask)
+    arms = {a.name: a.loss for a in lambda_grpo.arms()}
+    table = jnp.asarray(rng.normal(size=(2, 16)), jnp.float32)
+
+    def gradient(loss):
+        of = jnp.repeat(jnp.arange(2), 4)[:, None]
+        return jax.grad(lambda table: loss(table[of, prefix], batch)[0])(table)
+
+    grpo, process, weighted = (
+        gradient(f) for f in (arms["GRPO"], arms["process advantages"](0), arms["lambda, per token"])
+    )
+    assert np.abs(grpo).max() > 0.01
+    np.testing.assert_allclose(process, grpo, rtol=1e-5, atol=1e-7)
+    assert np.abs(weighted - grpo).max() > 0.01
+
+
 def test_every_combination_is_legal_or_has_a_reason():
     legal, illegal = rl_compose.combinations()
     assert len(legal) == 32
@@ -153,6 +176,12 @@ def test_steps_to_a_level():
     curves = np.array([[0.1, 0.3, 0.5], [0.6, 0.1, 0.9], [0.0, 0.1, 0.2]])
     np.testing.assert_allclose(rl_tables.steps_to(curves, steps, 0.4), [15, 0, np.nan])
     np.testing.assert_allclose(rl_tables.steps_to(curves, steps, np.array([0.2, 0.7, 0.1])), [5, 17.5, 10])
+
+
+def test_steps_to_a_share_of_ones_own_peak():
+    curves = {"a": {"pass": np.array([[0.0, 0.8, 1.0, 0.5]] * 3)}}
+    measured = rl_arms.Measured({}, {}, {}, curves, np.array([0, 10, 20, 30]))
+    np.testing.assert_allclose(rl_tables.near_peak(measured, "a"), [15, 15, 15])
 
 
 def test_sooner_is_the_share_of_the_baselines_steps():
