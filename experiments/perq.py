@@ -190,8 +190,7 @@ def _orders(lab: Lab, folder: core.RunDir) -> dict[tuple[str, int], np.ndarray]:
         if width % block or not quant.has_hadamard(block):
             raise core.ConfigError(f"blocks: found {block}, expected Hadamard blocks that divide the width {width}")
         for name, order in _strategies(lab.cfg.seed).items():
-            each = [quant.MassState(t, p, found.count) for t, p in zip(found.total, found.peak, strict=True)]
-            orders[name, block] = np.stack([order(s, block) for s in each])
+            orders[name, block] = np.stack([order(found.layer(i), block) for i in range(lab.model.num_layers)])
     return orders
 
 

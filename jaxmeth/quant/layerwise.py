@@ -16,7 +16,7 @@ from jaxmeth.attention.dense import dense
 from jaxmeth.models import DecoderConfig
 from jaxmeth.models.decoder import Block, _rotary_dim
 from jaxmeth.models.layers import compute_dtype, linear, rope_tables
-from jaxmeth.quant.permute import MassState, mass_init, update_mass
+from jaxmeth.quant.permute import MassState, mass_init, merge_mass, update_mass
 from jaxmeth.quant.regions import get, put
 from jaxmeth.types import AttendContext, Params
 
@@ -130,8 +130,5 @@ def masses(params: Params, cfg: DecoderConfig, batches: list, name: str) -> Mass
     for tokens in batches:
         more = _masses(params, cfg, jnp.asarray(tokens), name)
         more = more._replace(count=more.count[0])
-        if total is None:
-            total = more
-        else:
-            total = MassState(total.total + more.total, jnp.maximum(total.peak, more.peak), total.count + more.count)
+        total = more if total is None else merge_mass(total, more)
     return total

@@ -16,11 +16,20 @@ from jaxmeth.types import ConfigError, is_concrete
 
 
 class MassState(NamedTuple):
-    """Streaming statistics of channels: ``total`` of |x| and ``peak`` of |x| over ``count`` tokens."""
+    """Streaming statistics of channels: ``total`` of |x| and ``peak`` of |x| over ``count`` tokens.
+
+    ``low`` is what rounding took from ``total``: the two together hold the sum to twice the digits, so that neither the
+    number of tokens nor how they were batched moves an order made from it.
+    """
 
     total: Float[Array, "*l d"]
     peak: Float[Array, "*l d"]
     count: Float[Array, ""]
+    low: Float[Array, "*l d"]
+
+    def layer(self, i: int) -> "MassState":
+        """The statistics ``[d]`` of one layer of ``[L, d]``."""
+        return MassState(self.total[i], self.peak[i], self.count, self.low[i])
 
     @property
     def mean(self) -> Float[Array, "*l d"]:
@@ -34,15 +43,41 @@ Permute = Callable[[MassState, int], Int[Array, " d"]]
 
 def mass_init(*shape: int) -> MassState:
     """No token seen yet."""
-    return MassState(jnp.zeros(shape), jnp.zeros(shape), jnp.zeros(()))
+    return MassState(jnp.zeros(shape), jnp.zeros(shape), jnp.zeros(()), jnp.zeros(shape))
+
+
+def _add(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The sum of two numbers, each the sum of a float and of what its rounding lost (Knuth's exact sum)."""
+    high = a[0] + b[0]
+    back = high - a[0]
+    low = (a[0] - (high - back)) + (b[0] - back) + (a[1] + b[1])
+    top = high + low
+    return top, low - (top - high)
+
+
+@jax.jit
+def _exact_sum(size: Float[Array, "n d"]) -> tuple[Array, Array]:
+    """The sum of the rows in pairs of pairs, and what rounding took from it."""
+    total = size, jnp.zeros_like(size)
+    while (n := total[0].shape[0]) > 1:
+        half = (n + 1) // 2
+        behind = [jnp.pad(a[half:], ((0, 2 * half - n), (0, 0))) for a in total]
+        total = _add((total[0][:half], total[1][:half]), (behind[0], behind[1]))
+    return total[0].sum(0), total[1].sum(0)  # of one row, or of none
+
+
+def merge_mass(a: MassState, b: MassState) -> MassState:
+    """The statistics of both sets of tokens."""
+    total, low = _add((a.total, a.low), (b.total, b.low))
+    return MassState(total, jnp.maximum(a.peak, b.peak), a.count + b.count, low)
 
 
 def update_mass(state: MassState, x: Float[Array, "*n d"]) -> MassState:
-    """Add the tokens of ``x``; sums in float32 or better whatever the dtype of x. No tokens change nothing."""
+    """Add the tokens of ``x``; float32 or better whatever the dtype of x. No tokens change nothing."""
     size = jnp.abs(x.astype(jnp.promote_types(x.dtype, jnp.float32))).reshape(-1, x.shape[-1])
-    return MassState(
-        state.total + size.sum(0), jnp.maximum(state.peak, size.max(0, initial=0.0)), state.count + size.shape[0]
-    )
+    total, low = _exact_sum(size)
+    count = jnp.asarray(size.shape[0], state.count.dtype)
+    return merge_mass(state, MassState(total, size.max(0, initial=0.0), count, low))
 
 
 def channel_mass(x: Float[Array, "T d"]) -> Float[Array, " d"]:
@@ -65,7 +100,7 @@ def _check(values: Array, block: int, name: str) -> None:
     _finite(values, name)
 
 
-def massdiff(mass: Float[Array, " d"], block: int) -> Int[Array, " d"]:
+def massdiff(mass: Float[Array, " d"], block: int, low: Float[Array, " d"] | None = None) -> Int[Array, " d"]:
     r"""Greedy mass diffusion: an order in which all blocks hold about the same mass.
 
     The n = d / block heaviest channels open one block each; then, from heavy to light, each channel joins the lightest
@@ -75,9 +110,15 @@ def massdiff(mass: Float[Array, " d"], block: int) -> Int[Array, " d"]:
 
     which is longest-processing-time list scheduling with full blocks closed: O(d log d + d n).
 
+    The masses of blocks come close to each other as they fill, so that sums in float32 pick the wrong one of two at
+    large d; they are kept to twice the digits. With ``low`` the order is that of the exact sums over the tokens
+    (``MassState``); without it, of the masses as given.
+
     Args:
-      mass: s, of the input of the rotation in the unrotated model (``channel_mass`` or ``MassState.mean``).
+      mass: s, or any multiple of it, of the input of the rotation in the unrotated model (``channel_mass``,
+        ``MassState.total``).
       block: b, static.
+      low: what rounding took from ``mass`` (``MassState.low``); None = nothing.
 
     Returns:
       The order; blocks in turn, members in the order they joined. Equal masses: lower channel first. Channels of mass
@@ -88,30 +129,32 @@ def massdiff(mass: Float[Array, " d"], block: int) -> Int[Array, " d"]:
       mean at each step; adding one candidate to every block leaves the argmin alone, so scalars suffice.
     """
     _check(mass, block, "mass")
-    return _massdiff(mass, block)
+    return _massdiff(mass, jnp.zeros_like(mass) if low is None else low, block)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _massdiff(mass: Float[Array, " d"], block: int) -> Int[Array, " d"]:
+@functools.partial(jax.jit, static_argnums=2)
+def _massdiff(mass: Float[Array, " d"], low: Float[Array, " d"], block: int) -> Int[Array, " d"]:
     d = mass.shape[0]
     if d == block:
         return jnp.arange(d)
     n = d // block
-    mass = mass.astype(jnp.promote_types(mass.dtype, jnp.float32))
-    order = jnp.argsort(-mass, stable=True)
-    heaviest = mass[order[:n]]
+    mass, low = (a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in (mass, low))
+    order = jax.lax.sort((-mass, -low, jnp.arange(d)), num_keys=2, is_stable=True)[2]
+    mass, low = mass[order], low[order]
 
     def join(carry, channel):
-        open_mass, held, count = carry
-        j = jnp.argmin(open_mass)
+        open_mass, held, lost, count = carry
+        least = jnp.min(open_mass)
+        j = jnp.argmin(jnp.where(open_mass == least, lost, jnp.inf))
         place = j * block + count[j]
-        held, count = held.at[j].add(mass[channel]), count.at[j].add(1)
-        open_mass = open_mass.at[j].set(jnp.where(count[j] == block, jnp.inf, held[j]))
-        return (open_mass, held, count), place
+        sum_, rest = _add((held[j], lost[j]), channel)
+        held, lost, count = held.at[j].set(sum_), lost.at[j].set(rest), count.at[j].add(1)
+        open_mass = open_mass.at[j].set(jnp.where(count[j] == block, jnp.inf, sum_))
+        return (open_mass, held, lost, count), place
 
     begun = jnp.ones((n,), jnp.int32)
-    open_mass = jnp.where(begun == block, jnp.inf, heaviest)
-    _, places = jax.lax.scan(join, (open_mass, heaviest, begun), order[n:])
+    open_mass = jnp.where(begun == block, jnp.inf, mass[:n])
+    _, places = jax.lax.scan(join, (open_mass, mass[:n], low[:n], begun), (mass[n:], low[n:]))
     idx = jnp.zeros((d,), order.dtype).at[jnp.arange(n) * block].set(order[:n])
     return idx.at[places].set(order[n:])
 
@@ -141,8 +184,8 @@ def random_perm(key: Key[Array, ""], d: int) -> Int[Array, " d"]:
 
 
 def by_mass(stats: MassState, block: int) -> Int[Array, " d"]:
-    """PeRQ's order: ``massdiff`` of mean |x|."""
-    return massdiff(stats.mean, block)
+    """PeRQ's order: ``massdiff`` of the sums of |x|."""
+    return massdiff(stats.total, block, stats.low)
 
 
 def by_zigzag(stats: MassState, block: int) -> Int[Array, " d"]:

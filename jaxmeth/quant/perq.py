@@ -1,6 +1,7 @@
 """PeRQ: permute, rotate, then quantise a decoder; function composition of this package's parts."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from jaxmeth.models.decoder import check_tokens
 from jaxmeth.quant import layerwise
 from jaxmeth.quant.hadamard import check_block, hadamard, has_hadamard
 from jaxmeth.quant.learn import CayleyConfig, learn_rotations
-from jaxmeth.quant.permute import MassState, Permute, block_masses, by_mass
+from jaxmeth.quant.permute import Permute, block_masses, by_mass, merge_mass
 from jaxmeth.quant.qtensor import QTensor, check_bits, dequantize, pack
 from jaxmeth.quant.regions import (
     RotationPlan,
@@ -172,8 +173,7 @@ def _permute_hidden(params, cfg, batches, config: PerqConfig, skipped: list[str]
     stats = layerwise.masses(params, cfg, batches, "mlp.down")
     if not bool(jnp.isfinite(stats.total).all()):
         raise ConfigError("calibration: found activations that are not finite, expected a working model")
-    each = [MassState(t, p, stats.count) for t, p in zip(stats.total, stats.peak, strict=True)]
-    order = jnp.stack([config.permute(s, block) for s in each])
+    order = jnp.stack([config.permute(stats.layer(i), block) for i in range(cfg.num_layers)])
     mass = stats.mean
     balance = []
     for m in (mass, jnp.take_along_axis(mass, order, axis=1)):
@@ -209,9 +209,8 @@ def _plan(params, cfg, batches, config: PerqConfig, skipped: list[str]):
 def _stream_order(params, cfg, batches, config: PerqConfig, block: int) -> Array:
     """One order for all layers, from all that reads the stream."""
     read = [layerwise.masses(params, cfg, batches, name) for name in ("attn.q", "mlp.up")]
-    total = sum(s.total.sum(0) for s in read)
-    peak = jnp.stack([s.peak.max(0) for s in read]).max(0)
-    return config.permute(MassState(total, peak, read[0].count), block)
+    layers = [stats.layer(i) for stats in read for i in range(cfg.num_layers)]
+    return config.permute(functools.reduce(merge_mass, layers), block)
 
 
 def _fake(targets, config: PerqConfig, r3: int | None):
