@@ -157,8 +157,9 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
 
         chosen = [(a.name, a.loss) for a in arms() if isinstance(a.loss, rl.PolicyLoss)]
         return policy_shapes(chosen, prompts=cfg.prompts, group=cfg.group_size, prompt=512, new=1200)
-    from experiments import rl_arms
+    from experiments import rl_arms, rl_tree
 
+    simulated = rl_tree.simulate(cfg, folder, arms())
     bench = rl_arms.prepare(cfg)
     measured = rl_arms.compare(cfg, folder, bench, arms())
     others = _temperatures(cfg, folder, bench)
@@ -174,12 +175,13 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
     if others:
         tables["other temperatures"] = _temperature_rows(others)
     return core.Result(
-        rows=tables,
-        claims=claims,
+        rows=tables | simulated.tables,
+        claims=[*claims, *simulated.claims],
         figures={"learning_curves": lambda f: rl_tables.draw_curves(f, measured)},
         notes=[
             *rl_tables.notes(cfg, measured, PAPER),
             f"Mean weight of a token over training: {shared:.2f}; the effect needs sharing, a mean well below 1.",
+            *simulated.notes,
         ],
     )
 

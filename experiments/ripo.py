@@ -119,8 +119,9 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
 
         chosen = [(a.name, a.loss) for a in arms()]
         return policy_shapes(chosen, prompts=512, group=8, prompt=1024, new=16_384)
-    from experiments import rl_arms
+    from experiments import rl_arms, rl_bandit
 
+    simulated = rl_bandit.simulate(cfg, folder, arms())
     chosen = [by_probability(a) for a in arms()]
     measured = rl_arms.compare(cfg, folder, rl_arms.prepare(cfg), chosen)
     claims = [rl_tables.ahead(measured, RIPO, other) for other in (PPO, LOOSE, FREE)]
@@ -131,8 +132,9 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
             **rl_tables.table(cfg, measured, PPO, ("clip_low", "clip_high")),
             "entropy at a pass rate that all arms reach": rl_tables.matched_rows(measured, "entropy"),
             "clipped tokens by old probability": clip_rows(measured),
+            **simulated.tables,
         },
-        claims=claims,
+        claims=[*claims, *simulated.claims],
         figures={
             "learning_curves": lambda f: rl_tables.draw_curves(f, measured),
             "entropy": lambda f: rl_tables.draw_curves(f, measured, "entropy", "entropy a token, nats"),
@@ -141,6 +143,7 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
             *rl_tables.notes(cfg, measured, PAPER),
             "With delta 0.05 RIPO is looser than PPO 0.2 for every token, so PPO 0.2236 and no clip stand beside it. "
             "Matched pass rate: the lower of the two highest means over seeds, between evaluations by a line.",
+            *simulated.notes,
         ],
     )
 

@@ -53,7 +53,7 @@ def steps_ratio(first: np.ndarray, second: np.ndarray, level: float) -> core.Est
 
 
 def learning(arms: "Sequence[Arm]") -> Callable[..., tuple[Any, Any]]:
-    """``(arm, step, logp, batch) -> (gradient of the arm's loss by logp, its metrics)``; the arm's number may be traced.
+    """``(arm, step, logp, batch) -> (gradient of the arm's loss by logp, its metrics)``; the arm is a traced number.
 
     Differentiated inside each branch, so that none keeps what the others need.
     """
