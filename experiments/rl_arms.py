@@ -324,6 +324,12 @@ class Measured(NamedTuple):
         return self.curves[arm][metric][:, 1:].mean(1)
 
 
+def join(measured: Measured, other: Measured) -> None:
+    """Put the arms of another comparison, at the same steps, behind those of this one."""
+    for name in ("rates", "edge", "selection", "curves"):
+        getattr(measured, name).update(getattr(other, name))
+
+
 def warm_seeds(
     cfg: Training, folder: core.RunDir, bench: Bench, parts: int = 1, description: str = "warm start"
 ) -> list[np.ndarray]:

@@ -1,8 +1,8 @@
 """RLER: do rewards from an ensemble's votes drift less than a model's own majority answer?
 
 Two tiny character models, warm-started on different halves of the demonstrations, train without labels: each model's
-own majority (TTRL) or vote share, the ensemble's hard and soft rewards, RLER with and without its parts, and the
-verifier as a bound. Bias of each reward is measured on held-out problems; labels reach nothing else.
+own majority (TTRL), vote share or confidence, the ensemble's hard, soft and mixed rewards, votes of the models as they
+were at first, RLER with and without its parts, one model with the rollouts of both, and the verifier as a bound. Bias of each reward is measured on held-out problems; labels reach nothing else.
 
 Claim: the ensemble's reward is less noisy and less skewed, and training with it ends higher (arXiv 2510.08977). Every
 formula is a Reconstruction.
@@ -11,6 +11,7 @@ Expected: not measured yet at laptop size; smoke shows that it runs, not who win
 Minutes: smoke 1, laptop 8.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ ABOUT = core.About(
     knob="rollouts",
 )
 PAPER = "two Qwen2.5-Math-1.5B/7B, DAPO-Math-17k without labels, 16 rollouts; Avg@16 on MATH500, AMC and AIME."
-SELF, RLER, ORACLE = "self majority", "RLER", "verifier"
+SELF, RLER, ORACLE, SINGLE = "self majority", "RLER", "verifier", "one model, all rollouts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,10 @@ class Config(Training):
     """Models K that vote together, each trained on its own rollouts."""
     keep: float = 0.5
     """Share of all rollouts of a prompt that RLER's selection keeps."""
+    warm_errors: float = 0.1
+    """Share of wrong answers (other problems' ones) in the last eighth of the supervised steps: what is unlearnt."""
+    test_problems: int = 64
+    """Held-out problems of every evaluation."""
     test_samples: int = 8
     """Answers of each model to each held-out problem; they vote there as in training."""
 
@@ -75,8 +80,39 @@ def votes(judged: "Judged", *, alone: bool = False, keep: float | None = None, *
     return Given(reward, kept)
 
 
+def confidence(judged: "Judged") -> "Given":
+    """The geometric mean of a rollout's own token probabilities: rewarding it lowers the entropy, right or wrong."""
+    import jax.numpy as jnp
+
+    from experiments.rl_arms import Given
+
+    length = jnp.maximum(judged.mask.sum(-1), 1)
+    own = jnp.exp(jnp.where(judged.mask, judged.logp, 0).sum(-1) / length)
+    return Given(own, jnp.ones(own.shape, bool))
+
+
+def frozen_votes(judged: "Judged") -> "Given":
+    """1 for the majority answer of the models as they were before training: a judge that cannot drift."""
+    import jax
+    import jax.numpy as jnp
+
+    from experiments.rl_arms import Given, same_answers
+    from jaxmeth import rl
+
+    both = [jnp.concatenate(pair, axis=2) for pair in zip((judged.tokens, judged.mask), judged.first, strict=True)]
+    ids = same_answers(judged._replace(tokens=both[0], mask=both[1]))
+    own, voters = jnp.split(ids, 2, axis=2)
+    majority = jax.vmap(lambda a: rl.ensemble_reward(a, None, ids[0].size).majority)(voters)
+    reward = jnp.moveaxis((own == majority[:, None, None]) & (own >= 0), 0, 1).astype(jnp.float32)
+    return Given(reward, jnp.ones(reward.shape, bool))
+
+
 def _one(conf: Any, disagreement: Any) -> float:
     return 1.0
+
+
+def _half(conf: Any, disagreement: Any) -> float:
+    return 0.5
 
 
 def _none(conf: Any, disagreement: Any) -> float:
@@ -93,13 +129,29 @@ def arms(keep: float = 0.5) -> "list[Arm]":
         ORACLE: verified,
         SELF: partial(votes, alone=True, alpha_fn=_one),
         "self frequency": partial(votes, alone=True, alpha_fn=_none),
+        "own confidence": confidence,
+        "frozen votes": frozen_votes,
         "ensemble hard": partial(votes, alpha_fn=_one),
         "ensemble soft": partial(votes, alpha_fn=_none),
+        "ensemble, alpha 0.5": partial(votes, alpha_fn=_half),
         "RLER, no selection": votes,
         RLER: partial(votes, keep=keep),
         "RLER cross": partial(votes, cross=True),
     }
-    return [Arm(name, loss, reward) for name, reward in rewards.items()]
+    return [Arm(name, loss, reward, past=reward is frozen_votes) for name, reward in rewards.items()]
+
+
+def _single(cfg: Config, folder: core.RunDir, bench: Any) -> "Measured":
+    """The first model of each ensemble alone, by its own majority, with all models' rollouts: equal compute."""
+    from experiments import rl_arms
+
+    leaves = [leaf[:, :1] for leaf in rl_arms.warm_seeds(cfg, folder, bench, cfg.models)]
+    wide = dataclasses.replace(
+        cfg, models=1, rollouts=cfg.models * cfg.rollouts, group_size=cfg.models * cfg.group_size,
+        test_samples=cfg.models * cfg.test_samples,
+    )  # fmt: skip
+    arm = next(a for a in arms() if a.name == SELF)._replace(name=SINGLE)
+    return rl_arms.compare(wide, folder, bench, [arm], probe=True, leaves=leaves, prefix="single-")
 
 
 def _bias_rows(measured: "Measured") -> core.Rows:
@@ -125,6 +177,7 @@ def _claims(measured: "Measured") -> list[core.Claim]:
         core.Claim(f"|symbias| of the first reward, {plain} over {SELF}", ratio("symbias"), "<=", 0.5),
         rl_tables.ahead(measured, RLER, SELF),
         rl_tables.ahead(measured, plain, SELF),
+        rl_tables.ahead(measured, plain, SINGLE),
         core.Claim(f"fall from the peak, {SELF} less {RLER}", rl_tables.difference(drop[SELF], drop[RLER]), ">", 0),
     ]
 
@@ -140,7 +193,9 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
         return policy_shapes(losses, prompts=cfg.prompts, group=cfg.group_size, prompt=512, new=3072)
     from experiments import rl_arms
 
-    measured = rl_arms.compare(cfg, folder, rl_arms.prepare(cfg), chosen, models_each=cfg.models, probe=True)
+    bench = rl_arms.prepare(cfg)
+    measured = rl_arms.compare(cfg, folder, bench, chosen, models_each=cfg.models, probe=True)
+    rl_arms.join(measured, _single(cfg, folder, bench))
     return core.Result(
         rows={**rl_tables.table(cfg, measured, SELF), "bias of the reward on held-out problems": _bias_rows(measured)},
         claims=_claims(measured),
@@ -151,7 +206,8 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
         notes=[
             *rl_tables.notes(cfg, measured, PAPER),
             f"{cfg.models} models a seed, {cfg.rollouts} rollouts each a step; pass rates are their mean. Selection "
-            f"trains on {cfg.keep:g} of the rollouts that were drawn.",
+            f"trains on {cfg.keep:g} of the rollouts that were drawn. {SINGLE}: the first model of each seed, which "
+            "starts where it does, not where the mean does; its votes, and its pass@k, are of all models' answers.",
         ],
     )
 

@@ -68,13 +68,20 @@ def test_same_answers_compare_what_follows_the_last_comma():
 
 def test_label_free_rewards_never_read_labels():
     tokens = jnp.asarray(tokens_of("6", "6", "7", "7", "7", "8")).reshape(2, 1, 3, 8)
+    logp = jnp.log(jnp.linspace(0.1, 0.9, 6))[:, None] + jnp.zeros((6, 8))
+    first = jnp.asarray(tokens_of("8", "8", "9~", "8", "7", "6")).reshape(2, 1, 3, 8)
+    judged = rl_arms.Judged(tokens, tokens != 0, None, logp.reshape(2, 1, 3, 8), (first, first != 0))
     for arm in rler.arms()[1:]:
-        found = [arm.reward(rl_arms.Judged(tokens, tokens != 0, jnp.full((2, 1, 3), z))) for z in (True, False)]
+        found = [arm.reward(judged._replace(right=jnp.full((2, 1, 3), z))) for z in (True, False)]
         np.testing.assert_array_equal(found[0].reward, found[1].reward)
         assert found[0].reward.shape == found[0].keep.shape == (2, 1, 3), arm.name
-    rewards = {a.name: np.asarray(a.reward(rl_arms.Judged(tokens, tokens != 0, None)).reward) for a in rler.arms()[1:]}
+    rewards = {a.name: np.asarray(a.reward(judged).reward) for a in rler.arms()[1:]}
     np.testing.assert_array_equal(rewards["self majority"].reshape(2, 3), [[1, 1, 0], [1, 1, 0]])
     np.testing.assert_array_equal(rewards["ensemble hard"].reshape(2, 3), [[0, 0, 1], [1, 1, 0]])
+    np.testing.assert_array_equal(rewards["frozen votes"].reshape(2, 3), [[0, 0, 0], [0, 0, 1]])
+    np.testing.assert_allclose(rewards["own confidence"].reshape(-1), np.linspace(0.1, 0.9, 6), rtol=1e-5)
+    mixed = (rewards["ensemble hard"] + rewards["ensemble soft"]) / 2
+    np.testing.assert_allclose(rewards["ensemble, alpha 0.5"], mixed, rtol=1e-6)
     np.testing.assert_allclose(rewards["self frequency"].reshape(2, 3), [[2 / 3, 2 / 3, 1 / 3]] * 2, rtol=1e-6)
 
 
@@ -151,14 +158,27 @@ def test_training_raises_the_reward(bench):
     def begins(judged):
         return rl_arms.Given((judged.tokens[..., 0] == one).astype(jnp.float32), jnp.ones_like(judged.right))
 
+    def with_past(judged):
+        # The same for all answers of a batch, so that it teaches nothing.
+        return begins(judged)._replace(reward=begins(judged).reward + 100 * (judged.first[0][..., 0] == one).mean())
+
     cfg = dataclasses.replace(MINI, rollouts=64, steps=16, evaluations=2)
-    run = rl_arms.trainer(cfg, bench, [rl_arms.Arm("one", rl.presets.grpo(), begins)])
+    grpo = rl.presets.grpo()
+    run = rl_arms.trainer(
+        cfg, bench, [rl_arms.Arm("one", grpo, begins), rl_arms.Arm("past", grpo, with_past, past=True)]
+    )
     leaves = rl_arms.warm_seeds(cfg, core.RunDir(), bench)
     structure = jax.tree.structure(models.abstract_params(bench.model))
     params = jax.tree.unflatten(structure, [jnp.asarray(leaf[:2]) for leaf in leaves])
-    curves = run(0, params, jax.random.split(jax.random.key(0), 2), jnp.asarray([3e-2, 3e-2]))
-    reward = np.asarray(curves.training["reward"])
+    reward, more = (
+        np.asarray(run(i, params, jax.random.split(jax.random.key(0), 2), jnp.asarray([3e-2, 3e-2])).training["reward"])
+        for i in (0, 1)
+    )
     assert (reward[:, 2] > reward[:, 1] + 0.1).all(), reward
+    # What the first models answer has not moved.
+    first = (more - reward) / 100
+    assert (np.abs(first[:, 2] - first[:, 1]) < 0.05).all(), first
+    assert (first[:, 1:] > 0).all()
 
 
 def test_rates_are_chosen_on_other_seeds():
