@@ -3,9 +3,14 @@
 import os
 from pathlib import Path
 
-# Set before JAX starts its backend. No LLVM optimisation, unless the caller sets flags: compiling is most of the tests'
-# time and takes half as long without. The slow tests, which .ci/run starts with level 3, compile as users do.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+# Set before JAX starts its backend. No LLVM optimisation and no MLIR fusion emitters, unless the caller sets flags:
+# compiling is most of the tests' time and takes a quarter as long. The slow tests, which .ci/run starts with level 3,
+# compile as users do.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
 # Eight host devices, so that sharded code is tested on any machine.
 os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
