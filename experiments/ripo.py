@@ -38,10 +38,8 @@ class Config(Training):
     """Updates on each batch; from the second on the ratio of probabilities matters."""
     group_size: int = 16
     """Answers a prompt; divides the rollouts."""
-    steps: int = 40
+    steps: int = 24
     """Batches of rollouts that an arm trains on."""
-    evaluations: int = 5
-    """Times that an arm is evaluated after training has begun; divides the steps."""
 
 
 PRESETS = {

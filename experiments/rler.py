@@ -2,7 +2,8 @@
 
 Two tiny character models, warm-started on different halves of the demonstrations, train without labels: each model's
 own majority (TTRL), vote share or confidence, the ensemble's hard, soft and mixed rewards, votes of the models as they
-were at first, RLER with and without its parts, one model with the rollouts of both, and the verifier as a bound. Bias of each reward is measured on held-out problems; labels reach nothing else.
+were at first, RLER with and without its parts, one model with the rollouts of both, and the verifier as a bound. Bias
+of each reward is measured on held-out problems; labels reach nothing else.
 
 Claim: the ensemble's reward is less noisy and less skewed, and training with it ends higher (arXiv 2510.08977). Every
 formula is a Reconstruction.
