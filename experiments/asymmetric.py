@@ -115,8 +115,9 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
 
         losses = [(a.name, a.loss) for a in chosen if isinstance(a.loss, rl.PolicyLoss)]
         return policy_shapes(losses, prompts=cfg.prompts, group=cfg.group_size, prompt=256, new=1024)
-    from experiments import rl_arms
+    from experiments import rl_arms, rl_tabular
 
+    simulated = rl_tabular.simulate(cfg, folder, arms(rl_tabular.WARMUP))
     start, over, times = theory()
     measured = rl_arms.compare(cfg, folder, rl_arms.prepare(cfg), chosen)
     # GRPO's weight is the optimum of the regular clock, sqrt_r of the effective one: the quadrature must show it.
@@ -129,13 +130,14 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
     claims += [rl_tables.quicker(measured, name, "grpo") for name in ASYMMETRIC]
     claims += [rl_tables.ahead(measured, "linear_r", other) for other in ("grpo", "rloo", "linear_r, unsolved dropped")]
     return core.Result(
-        rows={**rl_tables.table(cfg, measured, "grpo"), "theory: time over the least possible": times},
-        claims=claims,
+        rows={**rl_tables.table(cfg, measured, "grpo"), "theory: time over the least possible": times}
+        | simulated.tables,
+        claims=[*claims, *simulated.claims],
         figures={
             "theory": lambda f: _draw_theory(f, start, over),
             "learning_curves": lambda f: rl_tables.draw_curves(f, measured),
         },
-        notes=rl_tables.notes(cfg, measured, PAPER),
+        notes=[*rl_tables.notes(cfg, measured, PAPER), *simulated.notes],
     )
 
 

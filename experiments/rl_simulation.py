@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from experiments import core
+from experiments import core, rl_tables
 
 if TYPE_CHECKING:
     from experiments.rl_arms import Arm
@@ -43,13 +43,13 @@ def first_at(curves: np.ndarray, level: float) -> float | None:
 
 def steps_ratio(first: np.ndarray, second: np.ndarray, level: float) -> core.Estimate:
     """Steps of the mean curve of the first to ``level`` over those of the second; a curve that never gets there counts
-    with its whole length, which makes the ratio a bound."""
+    with its whole length, which makes the ratio a bound. Between steps by a line."""
 
     def needed(curves: np.ndarray) -> np.ndarray:
-        above = curves.mean(1) >= level
-        return np.where(above.any(1), above.argmax(1), curves.shape[2])
+        found = rl_tables.steps_to(curves.mean(1), np.arange(curves.shape[2]), level)
+        return np.where(np.isnan(found), curves.shape[2], found)
 
-    return core.bootstrap_interval(lambda a, b: needed(a) / np.maximum(needed(b), 1), first, second, batched=True)
+    return core.bootstrap_interval(lambda a, b: needed(a) / needed(b), first, second, batched=True)
 
 
 def learning(arms: "Sequence[Arm]") -> Callable[..., tuple[Any, Any]]:
