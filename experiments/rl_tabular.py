@@ -86,8 +86,8 @@ def simulate(cfg: Training, folder: core.RunDir, arms: Sequence[Arm]) -> Simulat
 
 _NOTE = (
     f"Simulation: {PROMPTS} prompts of {ANSWERS} answers, groups of {GROUP}, {STEPS} steps of gradient descent; "
-    f"success at first 0.001 to 0.05 (from scratch) or 0.3 to 0.7 (post-SFT); warm-up: {WARMUP} steps. Last and lost (prompts "
-    "below a hundredth of their first success) at each arm's best rate."
+    f"success at first 0.001 to 0.05 (from scratch) or 0.3 to 0.7 (post-SFT); warm-up: {WARMUP} steps. Last and "
+    "lost (prompts below a hundredth of their first success) at each arm's best rate."
 )
 
 
