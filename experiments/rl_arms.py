@@ -331,10 +331,16 @@ def join(measured: Measured, other: Measured) -> None:
 
 
 def warm_seeds(
-    cfg: Training, folder: core.RunDir, bench: Bench, parts: int = 1, description: str = "warm start"
+    cfg: Training,
+    folder: core.RunDir,
+    bench: Bench,
+    parts: int = 1,
+    description: str = "warm start",
+    seeds: int | None = None,
 ) -> list[np.ndarray]:
-    """Leaves [seeds + selection_seeds, parts, ...] of all warm-started models, stored chunk by chunk."""
-    total, size = (cfg.seeds + cfg.selection_seeds) * parts, cfg.seeds * parts
+    """Leaves [seeds, parts, ...] of all warm-started models, stored in two halves; ``seeds``: None = all there are."""
+    total = (seeds or cfg.seeds + cfg.selection_seeds) * parts
+    size = -(-total // 2)
     root, run = jax.random.fold_in(jax.random.key(cfg.seed), 0), warm_start(cfg, bench, parts)
     pieces = []
     for start in core.progress(range(0, total, size), description=description):

@@ -1,8 +1,10 @@
 """The RIF-RFT experiment: matched gain, what is counted as a rollout, and the paper's shapes."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from experiments import rif_rft
+from experiments import core, rif_rft
 from experiments.rl_config import TINY
 
 
@@ -23,8 +25,9 @@ def test_the_paper_preset_checks_shapes():
 
 
 def test_rollouts_are_counted():
-    cfg = rif_rft.Config(**{**TINY, "warm_steps": 2, "steps": 2, "seeds": 1, "rates": (1e-3,)}, filter_rollouts=2)
-    result = rif_rft.run(cfg)
+    cfg = rif_rft.Config(**{**TINY, "warm_steps": 2, "steps": 2, "seeds": 1, "rates": (1e-3,)}, filter_rollouts=2, replay=0.5)
+    folder = core.RunDir()
+    result = rif_rft.run(cfg, folder)
     rows = {r["arm"]: r for r in result.rows}
     assert list(rows) == list(rif_rft.ARMS)
     assert rows["SFT"]["rollouts"] == 0
@@ -34,3 +37,18 @@ def test_rollouts_are_counted():
     least = 3 * 64 * 2
     assert least <= filtered["rollouts"] <= least + rows["GRPO"]["rollouts"]
     assert filtered["kept"] < 0.5
+    # With KL, with replay and joint: all differ from plain SFT, from the first task on or from the second.
+    scores = [folder.load(f"arm{i}-rate0.001") for i in range(len(rif_rft.ARMS))]
+    losses = [float(s["general loss"][0]) for s in scores[:4]]
+    assert len({*losses}) == 4, losses
+    assert all(s["KL"][0] > 0 for s in scores[:4])
+
+
+def test_divergence_is_exact():
+    rng = np.random.default_rng(0)
+    now, before = (jax.nn.log_softmax(jnp.asarray(rng.normal(size=(2, 3, 5)))) for _ in range(2))
+    expected = [
+        [sum(np.exp(n) * (n - b)) for n, b in zip(*rows, strict=True)] for rows in zip(now, before, strict=True)
+    ]
+    np.testing.assert_allclose(rif_rft.divergence(now, before), expected, rtol=1e-5)
+    assert np.abs(rif_rft.divergence(now, now)).max() == 0
