@@ -25,7 +25,8 @@ def test_the_paper_preset_checks_shapes():
 
 
 def test_rollouts_are_counted():
-    cfg = rif_rft.Config(**{**TINY, "warm_steps": 2, "steps": 2, "seeds": 1, "rates": (1e-3,)}, filter_rollouts=2, replay=0.5)
+    mini = {**TINY, "warm_steps": 2, "steps": 2, "seeds": 1, "rates": (1e-3,)}
+    cfg = rif_rft.Config(**mini, filter_rollouts=2, replay=0.5)
     folder = core.RunDir()
     result = rif_rft.run(cfg, folder)
     rows = {r["arm"]: r for r in result.rows}
