@@ -128,6 +128,7 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
         for clock, name in (("regular", "grpo"), ("effective", "sqrt_r"))
     ]
     claims += [rl_tables.quicker(measured, name, "grpo") for name in ASYMMETRIC]
+    claims.append(rl_tables.sooner_to(measured, ASYMMETRIC, "grpo", 0.2, 0.8))
     claims += [rl_tables.ahead(measured, "linear_r", other) for other in ("grpo", "rloo", "linear_r, unsolved dropped")]
     return core.Result(
         rows={**rl_tables.table(cfg, measured, "grpo"), "theory: time over the least possible": times}

@@ -135,6 +135,22 @@ def sooner(measured: "Measured", first: str, second: str, share: float) -> core.
     return core.Claim(f"share of {second}'s steps in which {first} reaches its final pass rate", estimate, "<=", share)
 
 
+def sooner_to(measured: "Measured", firsts: Sequence[str], second: str, level: float, share: float) -> core.Claim:
+    """Whether the best of some arms reaches a pass rate in at most this share of another's rollouts (mean curves).
+
+    The best is the one that is there first, in each resample anew.
+    """
+
+    def needed(*curves: np.ndarray) -> np.ndarray:
+        *best, other = (steps_to(c.mean(1), measured.steps, level) for c in curves)
+        best = np.where(np.isnan(best), np.inf, best).min(0)
+        return np.where(np.isfinite(best) & (other > 0), best / np.where(other > 0, other, 1), np.nan)
+
+    curves = [measured.curves[arm]["pass"] for arm in (*firsts, second)]
+    text = f"share of {second}'s rollouts in which the best of {', '.join(firsts)} reaches {level:.0%}"
+    return core.Claim(text, core.bootstrap_interval(needed, *curves, batched=True), "<=", share)
+
+
 def notes(cfg: Training, measured: "Measured", paper: str) -> list[str]:
     """What a reader of the tables needs."""
     start = np.mean([curves["pass"][:, 0].mean() for curves in measured.curves.values()])

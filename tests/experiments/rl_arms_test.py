@@ -213,6 +213,17 @@ def test_sooner_is_the_share_of_the_baselines_steps():
     assert np.isnan(rl_tables.sooner(measured, "never", "slow", 0.5).measured)
 
 
+def test_the_best_of_some_arms_is_the_first_to_reach_a_level():
+    steps = np.array([0, 10, 20])
+    curves = {"fast": [[0.0, 0.4, 0.4]] * 3, "never": [[0.0, 0.1, 0.1]] * 3, "slow": [[0.0, 0.1, 0.3]] * 3}
+    measured = rl_arms.Measured({}, {}, {}, {k: {"pass": np.array(v)} for k, v in curves.items()}, steps)
+    claim = rl_tables.sooner_to(measured, ("never", "fast"), "slow", 0.2, 0.8)
+    np.testing.assert_allclose([claim.measured, *claim.interval], [1 / 3] * 3)
+    assert claim.holds == "yes"
+    assert np.isnan(rl_tables.sooner_to(measured, ("never",), "slow", 0.2, 0.8).measured)
+    assert np.isnan(rl_tables.sooner_to(measured, ("fast",), "never", 0.2, 0.8).measured)
+
+
 def test_a_metric_is_compared_at_matched_pass_rate():
     passed = np.array([[0.0, 0.2, 0.6], [0.1, 0.3, 0.3], [0.0, 0.1, 0.2]])
     entropy = np.array([[3.0, 2.0, 1.0], [3.0, 1.0, 0.0], [3.0, 2.0, 1.0]])
