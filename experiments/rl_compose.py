@@ -20,7 +20,7 @@ from experiments import core, rl_tables
 from experiments.rl_config import TINY, Training
 
 if TYPE_CHECKING:
-    from experiments.rl_arms import Arm
+    from experiments.rl_arms import Arm, Bench
 
 ABOUT = core.About(
     claim="The five methods compose: every legal combination trains, the illegal ones are refused by name.",
@@ -58,14 +58,16 @@ class Config(Training):
     """Updates on each batch; from the second on the ratio of probabilities matters."""
     trial_steps: int = 2
     """Training steps of every legal combination."""
+    compared: int = 8
+    """How many of the eight are compared, from the first."""
 
     def __post_init__(self):
         super().__post_init__()
-        self.require(models=(1, None), trial_steps=(1, None))
+        self.require(models=(1, None), trial_steps=(1, None), compared=(1, len(COMPARED)))
 
 
 PRESETS = {
-    "smoke": Config(**TINY),
+    "smoke": Config(**TINY, compared=3),
     "laptop": Config(rollouts=64, steps=24),
     "paper": Config(group_size=16, rollouts=2048, rates=(1e-6,), shapes_only=True),
 }
@@ -98,19 +100,16 @@ def combinations() -> "tuple[dict[str, Arm], dict[str, str]]":
     return legal, illegal
 
 
-def _trials(cfg: Config, folder: core.RunDir, legal: "dict[str, Arm]") -> core.Rows:
-    """A few steps of every legal combination on one seed: all in one compiled function."""
+def _trials(cfg: Config, folder: core.RunDir, bench: "Bench", legal: "dict[str, Arm]") -> core.Rows:
+    """A few steps of every legal combination on the first seed: all in one compiled function."""
     import jax
     import jax.numpy as jnp
 
     from experiments import rl_arms
     from jaxmeth import models
 
-    short = dataclasses.replace(
-        cfg, steps=cfg.trial_steps, evaluations=1, seeds=1, selection_seeds=1, warm_steps=min(cfg.warm_steps, 100)
-    )
-    bench = rl_arms.prepare(short)
-    leaves = rl_arms.warm_seeds(short, folder, bench, cfg.models, "warm start of the trials")
+    short = dataclasses.replace(cfg, steps=cfg.trial_steps, evaluations=1, seeds=1)
+    leaves = rl_arms.warm_seeds(cfg, folder, bench, cfg.models)
     structure = jax.tree.structure(models.abstract_params(bench.model))
     params = jax.tree.unflatten(structure, [jnp.asarray(leaf[:1]) for leaf in leaves])
     run = rl_arms.trainer(short, bench, list(legal.values()))
@@ -128,7 +127,8 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
     """Try all, compare eight."""
     folder = folder or core.RunDir()
     legal, illegal = combinations()
-    chosen = [legal[name] for name in COMPARED]
+    compared = COMPARED[: cfg.compared]
+    chosen = [legal[name] for name in compared]
     if cfg.shapes_only:
         from experiments.rl_shapes import policy_shapes
 
@@ -136,11 +136,12 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
         return policy_shapes(losses, prompts=cfg.prompts, group=cfg.group_size, prompt=512, new=3072)
     from experiments import rl_arms
 
-    trials = _trials(cfg, folder, legal)
-    measured = rl_arms.compare(cfg, folder, rl_arms.prepare(cfg), chosen, models_each=cfg.models)
+    bench = rl_arms.prepare(cfg)
+    trials = _trials(cfg, folder, bench, legal)
+    measured = rl_arms.compare(cfg, folder, bench, chosen, models_each=cfg.models)
     finite = sum(row["finite"] == "yes" for row in trials)
     claims = [core.Claim(f"legal combinations with finite losses, of {len(legal)}", finite, ">=", len(legal))]
-    claims += [rl_tables.ahead(measured, name, BASELINE) for name in COMPARED[1:]]
+    claims += [rl_tables.ahead(measured, name, BASELINE) for name in compared[1:]]
     return core.Result(
         rows={
             **rl_tables.table(cfg, measured, BASELINE),
