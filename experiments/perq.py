@@ -19,13 +19,15 @@ without an order at b=16, W4A4; the full table of perplexities takes the laptop 
 Minutes: smoke 2, laptop 25 (estimated: no undisturbed run yet).
 """
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from experiments import core, perq_text
+from experiments import core, perq_inputs, perq_text
+from experiments.perq_inputs import Lab
 
 ABOUT = core.About(
     claim="Permuting channels by mass before a block rotation saves perplexity at four bits.",
@@ -33,16 +35,6 @@ ABOUT = core.About(
     needs="SmolLM2-135M",
     knob="batch",
 )
-
-ORDERS = ("none", "random", "absmax", "zigzag", "MassDiff")
-# Mean error of A4 inputs over the layers of SmolLM2-135M, and outliers left, measured with torch (methods file 09).
-STATED = {
-    ("A4 error", 16): {"none": 0.179, "random": 0.178, "absmax": 0.200, "zigzag": 0.158, "MassDiff": 0.157},
-    ("A4 error", 64): {"none": 0.1425, "random": 0.141, "absmax": 0.171, "zigzag": 0.1305, "MassDiff": 0.1286},
-    ("A4 error", 256): {"none": 0.126, "random": 0.126, "absmax": 0.152, "zigzag": 0.120, "MassDiff": 0.119},
-    ("outlier ratio", 16): {"none": 0.374, "absmax": 0.456, "zigzag": 0.365, "MassDiff": 0.354},
-    ("outlier ratio", 64): {"none": 0.294, "absmax": 0.382, "zigzag": 0.288, "MassDiff": 0.281},
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +63,12 @@ class Config(core.Config):
     """Bits of weights and activations."""
     arms: str = "all"
     """Perplexities to measure: all, or nearest (round to nearest, the down projection alone)."""
+    others: tuple[int, ...] = (64, 256)
+    """More rotation blocks for a perplexity, with arms=all."""
+    fewer: int = 5120
+    """Evaluation tokens for those and for the other orders, the first ones."""
+    steps: int = 24
+    """Steps in which PeRQ-dagger learns its rotations, one calibration window each."""
     resamples: int = 2000
     """Bootstrap resamples of every interval."""
     shapes_only: bool = False
@@ -81,6 +79,7 @@ class Config(core.Config):
         self.require(
             blocks=(2, None), block=(2, None), window=(2, None), calibration=(2, None), evaluation=(2, None),
             measured=(1, None), batch=(1, None), bits=(2, 8), resamples=(1, None),
+            others=(2, None), fewer=(2, None), steps=(1, None),
         )  # fmt: skip
         if self.arms not in ("all", "nearest"):
             raise core.ConfigError(f"arms: found {self.arms!r}, expected all or nearest")
@@ -94,7 +93,7 @@ PRESETS = {
 
 
 class Arm(NamedTuple):
-    """One perplexity: rotation ('no', 'block', 'full'), order, what is rounded, how, and which weights."""
+    """One perplexity: rotation ('no', 'full' or a block), order, what is rounded, how, and which weights."""
 
     rotation: str
     order: str
@@ -107,14 +106,20 @@ class Arm(NamedTuple):
         return "-".join(self)
 
 
+FURTHER = ("zigzag", "absmax", "random")
+
+
 def arms(cfg: Config) -> list[Arm]:
     """What is measured, the comparisons that matter most first."""
-    plain = [("block", "none"), ("block", "MassDiff"), ("full", "none"), ("no", "none")]
-    found = [Arm(r, o, mode) for mode in ("W4A4", "A4", "W4") for r, o in plain]
+    block = f"b={cfg.block}"
+    plain = [(block, "none"), (block, "MassDiff"), ("full", "none"), ("no", "none")]
+    found = [Arm(r, o, mode) for mode in ("W4A4", "W4", "A4") for r, o in plain]
     if cfg.arms == "all":
-        found += [Arm(r, o, "W4A4", "Qronos") for r, o in plain[:3]]
-        found += [Arm(r, o, "W4A4", "Qronos", "all") for r, o in plain[:3]]
-        found += [Arm("block", o, "W4A4") for o in ("zigzag", "absmax", "random")] + [Arm("block", "zigzag", "A4")]
+        star = [Arm(r, o, "W4A4", "Qronos", weights) for weights in ("all", "down") for r, o in plain[:3]]
+        found = star[:3] + found + star[3:]
+        found += [Arm(block, "MassDiff", "W4A4", how, "all") for how in ("nearest", "learnt")]
+        found += [Arm(f"b={b}", o, "W4A4") for b in cfg.others if b != cfg.block for o in ("none", "MassDiff")]
+        found += [Arm(block, o, "W4A4") for o in FURTHER]
     return found
 
 
@@ -136,143 +141,38 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
         )
     )
     lab = Lab(cfg, checkpoint.cfg, checkpoint.params, calibration, evaluation)
-    errors, claims = _errors(lab, folder)
+    errors, claims = perq_inputs.errors(lab, folder)
     table, more = _perplexities(lab, folder)
+    first = errors["down projection"]
     return core.Result(
-        rows={"inputs of the down projection": errors, "perplexity": table},
+        rows=errors | {"perplexity": table},
         claims=claims + more,
-        figures={"errors": lambda f: _draw_errors(f, errors), "perplexity": lambda f: _draw_perplexity(f, table)},
+        figures={
+            "errors": lambda f: perq_inputs.draw_errors(f, first),
+            "perplexity": lambda f: _draw_perplexity(f, table),
+        },
         notes=[
             f"Text: {source}. Calibration {calibration.size:,}, evaluation {evaluation.size:,} tokens in windows of "
             f"{evaluation.shape[1]}. Intervals: 95%, bootstrap over windows (perplexity) or layers (errors), paired.",
             "A4: inputs to four bits, per token, asymmetric; W4: weights to four bits, per output channel, symmetric.",
-            "W4 error: of the down projection's weight after the same order and rotation; output error: of its "
-            "product, both rounded to nearest. An order made for the inputs also regroups the weight's columns.",
+            "W4 error: of the down projection's weight after the same order and rotation; output errors: of its "
+            "product, to nearest. An order made for the inputs also regroups the weight's columns: the table of log "
+            "changes tells the two sides apart.",
             "'recovered' is the full rotation's perplexity over this one; the paper's 90% and 46% are this ratio.",
+            f"Blocks of {', '.join(map(str, cfg.others))} and the orders {', '.join(FURTHER)}: the first {cfg.fewer:,} "
+            "evaluation tokens, and so what they are held against. "
+            f"Learnt: {cfg.steps} steps (the paper: 100 of 8 samples).",
         ],
     )
-
-
-class Lab(NamedTuple):
-    """The configuration, the model and the text."""
-
-    cfg: Config
-    model: object
-    params: dict
-    calibration: np.ndarray
-    evaluation: np.ndarray
-
-    def batches(self, tokens: np.ndarray) -> list[np.ndarray]:
-        """Windows [n, T] in batches."""
-        return [tokens[i : i + self.cfg.batch] for i in range(0, len(tokens), self.cfg.batch)]
-
-
-def _strategies(seed: int) -> dict:
-    from jaxmeth import quant
-
-    found = (quant.by_identity, quant.by_chance(seed), quant.by_absmax, quant.by_zigzag, quant.by_mass)
-    return dict(zip(ORDERS, found, strict=True))
-
-
-def _orders(lab: Lab, folder: core.RunDir) -> dict[tuple[str, int], np.ndarray]:
-    """Orders [L, F] by name and block, from the float model's inputs."""
-    import jax.numpy as jnp
-
-    from jaxmeth import quant
-    from jaxmeth.quant import layerwise
-
-    def stats():
-        return layerwise.masses(lab.params, lab.model, lab.batches(lab.calibration), "mlp.down")._asdict()
-
-    found = quant.MassState(**{k: jnp.asarray(v) for k, v in folder.cached("stats", stats).items()})
-    width, orders = lab.model.intermediate_size, {}
-    for block in {*lab.cfg.blocks, lab.cfg.block}:
-        if width % block or not quant.has_hadamard(block):
-            raise core.ConfigError(f"blocks: found {block}, expected Hadamard blocks that divide the width {width}")
-        for name, order in _strategies(lab.cfg.seed).items():
-            orders[name, block] = np.stack([order(found.layer(i), block) for i in range(lab.model.num_layers)])
-    return orders
-
-
-# --- errors of the inputs --------------------------------------------------------------------------------------------
-
-MEASURES = ("A4 error", "outlier ratio", "W4 error", "output error")
-
-
-def _measure(lab: Lab, orders: np.ndarray, block: int | None) -> np.ndarray:
-    """``MEASURES`` of each order [P, L, F]: [4, P, L]."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxmeth import quant
-    from jaxmeth.quant import layerwise
-
-    def product(a, b):
-        return jnp.matmul(a, b.T, precision="highest")
-
-    def one(x, w, idx):
-        turn = (lambda a: a) if block is None else (lambda a: quant.block_hadamard(a, block))
-        y, v = turn(x[:, idx]), turn(w[:, idx])
-        yq = quant.fake_quantize_act(y, lab.cfg.bits)
-        vq = quant.dequantize(quant.quantize_weight(v, lab.cfg.bits))
-        top = lambda a: jnp.abs(a).max(1).mean()  # noqa: E731
-        size = jnp.linalg.norm
-        exact = product(y, v)
-        return jnp.stack([
-            size(yq - y) / size(y), top(y) / top(x), size(vq - v) / size(v), size(product(yq, vq) - exact) / size(exact)
-        ])  # fmt: skip
-
-    @jax.jit
-    def measure(params, tokens, orders):
-        def body(x, this):
-            layer_params, layer, idx = this
-            x, seen = layerwise.run_layer(lab.model, layer_params, layer, x, ("mlp.down",))
-            flat = seen["mlp.down"].reshape(-1, lab.model.intermediate_size)
-            w = layer_params["mlp"]["down"]["weight"].astype(flat.dtype)
-            return x, jax.lax.map(lambda i: one(flat, w, i), idx)
-
-        layers = jnp.arange(lab.model.num_layers)
-        x = layerwise.embed(params, lab.model, tokens)
-        return jax.lax.scan(body, x, (params["layers"], layers, orders))[1]
-
-    tokens = jnp.asarray(lab.evaluation.reshape(-1)[: lab.cfg.measured][None])
-    return np.asarray(measure(lab.params, tokens, jnp.asarray(np.swapaxes(orders, 0, 1)))).transpose(2, 1, 0)
-
-
-def _errors(lab: Lab, folder: core.RunDir) -> tuple[core.Rows, list[core.Claim]]:
-    orders = _orders(lab, folder)
-    width = lab.model.intermediate_size
-    same = np.broadcast_to(np.arange(width), (1, lab.model.num_layers, width))
-    settings = [("no rotation", None, ["none"], same)]
-    settings += [(f"b={b}", b, list(ORDERS), np.stack([orders[o, b] for o in ORDERS])) for b in lab.cfg.blocks]
-    settings += [("full", width, ["none"], same)]
-    rows, claims, gap = [], [], {}
-    for title, block, names, idx in core.progress(settings, description="errors"):
-        values = folder.cached(f"errors-{block}", lambda i=idx, b=block: {"v": _measure(lab, i, b)})["v"]
-        for p, name in enumerate(names):
-            means = {m: core.bootstrap_interval(np.mean, values[k, p]) for k, m in enumerate(MEASURES)}
-            rows.append({"rotation": title, "order": name} | means)
-            for measure in MEASURES[:2]:
-                stated = STATED.get((measure, block), {}).get(name)
-                if stated:
-                    gap[measure] = max(gap.get(measure, 0.0), abs(means[measure].value / stated - 1))
-        if len(names) > 1:
-            a4 = dict(zip(names, values[0], strict=True))
-            for worse, better in (("absmax", "none"), ("none", "zigzag"), ("none", "MassDiff"), ("zigzag", "MassDiff")):
-                found = core.bootstrap_interval(np.mean, a4[worse] - a4[better])
-                claims.append(core.Claim(f"{title}: A4 error with {worse} is above that with {better}", found, ">", 0))
-    if lab.cfg.model is None:
-        claims += [core.Claim(f"{m}: largest deviation from the stated table", v, "<=", 0.05) for m, v in gap.items()]
-    return rows, claims
 
 
 # --- perplexity ------------------------------------------------------------------------------------------------------
 
 
-def _losses(lab: Lab, params: dict, model) -> np.ndarray:
-    """Mean next-token loss of each evaluation window, nats."""
+@functools.cache
+def _loss_of(model):
+    """Compiled once a structure of weights: mean next-token loss of each window [n, T], nats."""
     import jax
-    import jax.numpy as jnp
     import optax
 
     from jaxmeth import models
@@ -285,8 +185,13 @@ def _losses(lab: Lab, params: dict, model) -> np.ndarray:
 
         return jax.lax.map(one, tokens)
 
-    compiled = jax.jit(loss)
-    return np.concatenate([np.asarray(compiled(params, jnp.asarray(b))) for b in lab.batches(lab.evaluation)])
+    return jax.jit(loss)
+
+
+def _losses(lab: Lab, params: dict, model, windows: int | None = None) -> np.ndarray:
+    """Mean next-token loss of each (of the first ``windows``) evaluation window, nats."""
+    batches = lab.batches(lab.evaluation[:windows])
+    return np.concatenate([np.asarray(_loss_of(model)(params, b)) for b in batches])
 
 
 def _rounded(lab: Lab, arm: Arm, orders: dict):
@@ -295,58 +200,87 @@ def _rounded(lab: Lab, arm: Arm, orders: dict):
 
     from jaxmeth import quant
 
-    width, block = lab.model.intermediate_size, lab.cfg.block
-    r3 = {"no": None, "block": block, "full": width}[arm.rotation]
+    r3 = {"no": None, "full": lab.model.intermediate_size}.get(arm.rotation, _block(arm))
     chosen = quant.PerqConfig(
         weight_bits=lab.cfg.bits if "W" in arm.rounded else None,
         act_bits=lab.cfg.bits if "A" in arm.rounded else None,
         rounding=quant.by_qronos() if arm.how == "Qronos" else quant.rtn(),
-        permute=_strategies(lab.cfg.seed)[arm.order],
+        permute=perq_inputs.strategies(lab.cfg.seed)[arm.order],
         r3=r3,
         targets=("mlp.down",) if arm.weights == "down" else quant.ALL_LINEAR,
+        learn=quant.CayleyConfig(steps=lab.cfg.steps) if arm.how == "learnt" else None,
     )
     batches = lab.batches(lab.calibration)
     if arm.weights == "all":
+        batches = list(lab.calibration[:, None]) if arm.how == "learnt" else batches
         params, report = quant.perq(lab.params, lab.model, batches, chosen)
         return params, report.cfg
     params = lab.params
-    if arm.rotation == "block":
-        params = quant.permute_params(params, quant.hidden_region(lab.model), jnp.asarray(orders[arm.order, block]))
+    if _block(arm):
+        params = quant.permute_params(params, quant.hidden_region(lab.model), jnp.asarray(orders[arm.order, r3]))
     params, model = quant.rotate_params(params, lab.model, quant.RotationPlan(r3=r3))
     return quant.round_params(params, model, batches, chosen)[0], model
 
 
+def _block(arm: Arm) -> int | None:
+    return int(arm.rotation[2:]) if arm.rotation.startswith("b=") else None
+
+
 def _perplexities(lab: Lab, folder: core.RunDir) -> tuple[core.Rows, list[core.Claim]]:
-    orders = _orders(lab, folder)
+    orders = perq_inputs.find_orders(lab, folder)
     whole = folder.cached("loss-float", lambda: {"v": _losses(lab, lab.params, lab.model)})["v"]
     losses = {}
+    fewer = -(-lab.cfg.fewer // lab.evaluation.shape[1])
     for arm in core.progress(arms(lab.cfg), description="perplexity"):
-        found = folder.cached(f"loss-{arm.key}", lambda a=arm: {"v": _losses(lab, *_rounded(lab, a, orders))})
+        count = fewer if arm.order in FURTHER or _block(arm) not in (None, lab.cfg.block) else None
+        found = folder.cached(
+            f"loss-{arm.key}", lambda a=arm, n=count: {"v": _losses(lab, *_rounded(lab, a, orders), n)}
+        )
         losses[arm] = found["v"]
 
     def interval(statistic, *arrays):
-        return core.bootstrap_interval(statistic, *arrays, resamples=lab.cfg.resamples)
+        # Arms measured on the first windows only are held against the same windows of others.
+        n = min(map(len, arrays))
+        return core.bootstrap_interval(statistic, *(a[:n] for a in arrays), resamples=lab.cfg.resamples)
 
     rows = [{"weights": "", "rounded": "nothing", "how": "", "rotation": "", "order": "",
              "perplexity": interval(_ppl, whole), "log gain over no order": None, "recovered": None}]  # fmt: skip
     claims = []
     for arm, loss in losses.items():
         full = losses.get(arm._replace(rotation="full", order="none"))
-        none = losses.get(arm._replace(rotation="block", order="none"))
-        ordered = arm.rotation == "block" and arm.order != "none" and none is not None
-        gain = interval(lambda a, b: float(np.mean(a - b)), none, loss) if ordered else None
-        share = None if full is None else interval(lambda f, a: _ppl(f) / _ppl(a), full, loss)
+        none = losses.get(arm._replace(order="none")) if _block(arm) and arm.order != "none" else None
+        gain = None if none is None else interval(_gain, none, loss)
+        share = None if full is None else interval(_ratio, full, loss)
         rows.append(
-            {"weights": arm.weights, "rounded": arm.rounded, "how": arm.how}
-            | {"rotation": {"block": f"b={lab.cfg.block}"}.get(arm.rotation, arm.rotation), "order": arm.order}
-            | {"perplexity": interval(_ppl, loss), "log gain over no order": gain, "recovered": share}
+            {"weights": arm.weights, "rounded": arm.rounded, "how": arm.how, "rotation": arm.rotation}
+            | {"order": arm.order, "perplexity": interval(_ppl, loss)}
+            | {"log gain over no order": gain, "recovered": share}
         )
-        if arm.order == "MassDiff":
-            where = f"{arm.weights} weights, {arm.rounded}, {arm.how}, b={lab.cfg.block}"
+        where = f"{arm.weights} weights, {arm.rounded}, {arm.how}, {arm.rotation}"
+        if arm.order == "MassDiff" and none is not None:
             claims.append(core.Claim(f"{where}: MassDiff lowers the log perplexity of no order", gain, ">", 0))
             closed = interval(_closed, none, loss, full)
             claims.append(core.Claim(f"{where}: share of the gap to the full rotation closed", closed, ">", 0))
+            if (arm.how, arm.weights) == ("Qronos", "all"):
+                claims.append(
+                    core.Claim(f"{where}: MassDiff recovers the full rotation's perplexity", share, ">=", 0.9)
+                )
+                better = interval(lambda f, a, b: _ratio(f, a) - _ratio(f, b), full, loss, none)
+                claims.append(core.Claim(f"{where}: MassDiff recovers more of it than no order", better, ">", 0))
+        if arm.how == "learnt":
+            gain = interval(_gain, losses[arm._replace(how="nearest")], loss)
+            claims.append(
+                core.Claim(f"{where}: learning R1 and R2 lowers the log perplexity of Hadamard", gain, ">", 0)
+            )
     return rows, claims
+
+
+def _gain(before: np.ndarray, after: np.ndarray) -> float:
+    return float(np.mean(before - after))
+
+
+def _ratio(full: np.ndarray, ours: np.ndarray) -> float:
+    return _ppl(full) / _ppl(ours)
 
 
 def _ppl(loss: np.ndarray) -> float:
@@ -359,20 +293,6 @@ def _closed(none: np.ndarray, ours: np.ndarray, full: np.ndarray) -> float:
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
-
-
-def _draw_errors(figure, rows: core.Rows) -> None:
-    axes = figure.subplots(1, 2)
-    titles = list(dict.fromkeys(r["rotation"] for r in rows))
-    for ax, measure in zip(axes, MEASURES[:2], strict=True):
-        for order in ORDERS:
-            shown = [r for r in rows if r["order"] == order and r["rotation"].startswith("b=")]
-            ax.plot([titles.index(r["rotation"]) for r in shown], [r[measure].value for r in shown], "o-", label=order)
-        ends = [r for r in rows if not r["rotation"].startswith("b=")]
-        ax.plot([titles.index(r["rotation"]) for r in ends], [r[measure].value for r in ends], "kx")
-        ax.set_xticks(range(len(titles)), titles, rotation=30)
-        ax.set_title(measure)
-    axes[0].legend()
 
 
 def _draw_perplexity(figure, rows: core.Rows) -> None:

@@ -32,11 +32,14 @@ def test_the_texts_are_disjoint_or_named(tmp_path):
 
 
 def test_every_arm_has_what_it_is_compared_with():
-    found = perq.arms(perq.Config())
-    assert len(set(found)) == len(found) == 22
+    found = perq.arms(perq.Config(others=(16, 64)))
+    assert len(set(found)) == len(found) == 25
     for arm in found:
-        assert arm._replace(rotation="full", order="none") in found
-        assert arm._replace(rotation="block", order="none") in found
+        if arm.how == "learnt":
+            assert arm._replace(how="nearest") in found
+        elif (arm.how, arm.weights) != ("nearest", "all"):
+            assert arm._replace(rotation="full", order="none") in found
+            assert arm._replace(order="none") in found
     assert len(perq.arms(perq.PRESETS["smoke"])) == 12
     with pytest.raises(ConfigError, match="arms: found"):
         perq.Config(arms="some")
