@@ -10,7 +10,7 @@ import numpy as np
 from experiments import core, rl_tables
 from experiments.rl_arms import Arm
 from experiments.rl_config import Training
-from experiments.rl_simulation import NOTHING, Simulated, draw, learning, ratio
+from experiments.rl_simulation import NOTHING, Simulated, compiled, draw, learning, ratio
 from jaxmeth import rl
 
 STATES, ACTIONS, GROUP, UPDATES, STEPS = 64, 100, 16, 4, 60
@@ -65,7 +65,7 @@ def bandit(arms: Sequence[Arm], steps: int = STEPS, updates: int = UPDATES) -> A
 
         return jax.lax.scan(step, logits, jax.random.split(draws, steps))[1]
 
-    return jax.jit(jax.vmap(one, in_axes=(None, 0, None, None)))
+    return compiled(jax.vmap(one, in_axes=(None, 0, None, None)))
 
 
 def simulate(cfg: Training, folder: core.RunDir, arms: Sequence[Arm]) -> Simulated:

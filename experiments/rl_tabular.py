@@ -10,7 +10,7 @@ import numpy as np
 from experiments import core, rl_tables
 from experiments.rl_arms import Arm
 from experiments.rl_config import Training
-from experiments.rl_simulation import NOTHING, Simulated, draw, first_at, learning, ratio, steps_ratio
+from experiments.rl_simulation import NOTHING, Simulated, compiled, draw, first_at, learning, ratio, steps_ratio
 from jaxmeth import rl
 
 PROMPTS, ANSWERS, GROUP, STEPS = 128, 50, 16, 200
@@ -54,7 +54,7 @@ def tabular(arms: Sequence[Arm], steps: int = STEPS) -> Any:
         lost = jax.nn.softmax(last)[:, 0] < success / 100
         return {"accuracy": jnp.concatenate([success.mean()[None], accuracy]), "lost": lost.mean()}
 
-    return jax.jit(jax.vmap(one, in_axes=(None, 0, None, None)))
+    return compiled(jax.vmap(one, in_axes=(None, 0, None, None)))
 
 
 def simulate(cfg: Training, folder: core.RunDir, arms: Sequence[Arm]) -> Simulated:

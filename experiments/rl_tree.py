@@ -11,7 +11,7 @@ import optax
 from experiments import core, rl_tables
 from experiments.rl_arms import Arm
 from experiments.rl_config import Training
-from experiments.rl_simulation import NOTHING, Simulated, first_at, learning, steps_ratio
+from experiments.rl_simulation import NOTHING, Simulated, compiled, first_at, learning, steps_ratio
 from jaxmeth import rl
 
 PROMPTS, TOKENS, LENGTH, GROUP, STEPS = 8, 3, 8, 16, 150
@@ -91,7 +91,7 @@ def tree(arms: Sequence[Arm], steps: int = STEPS) -> Any:
         keys = jax.random.split(draws, steps)
         return jax.lax.scan(step, (logits, adaptive.init(logits)), (jnp.arange(steps), keys))[1]
 
-    return jax.jit(jax.vmap(one, in_axes=(None, 0, None, None, None, None)))
+    return compiled(jax.vmap(one, in_axes=(None, 0, None, None, None, None)))
 
 
 def trials(names: Sequence[str]) -> list[tuple[tuple[str, float, str, float], str]]:

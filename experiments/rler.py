@@ -192,14 +192,16 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
 
         losses = [(chosen[0].name, chosen[0].loss)]
         return policy_shapes(losses, prompts=cfg.prompts, group=cfg.group_size, prompt=512, new=3072)
-    from experiments import rl_arms
+    from experiments import rl_arms, rl_votes
 
+    simulated = rl_votes.simulate(cfg, folder, chosen)
     bench = rl_arms.prepare(cfg)
     measured = rl_arms.compare(cfg, folder, bench, chosen, models_each=cfg.models, probe=True)
     rl_arms.join(measured, _single(cfg, folder, bench))
     return core.Result(
-        rows={**rl_tables.table(cfg, measured, SELF), "bias of the reward on held-out problems": _bias_rows(measured)},
-        claims=_claims(measured),
+        rows={**rl_tables.table(cfg, measured, SELF), "bias of the reward on held-out problems": _bias_rows(measured)}
+        | simulated.tables,
+        claims=[*_claims(measured), *simulated.claims],
         figures={
             "learning_curves": lambda f: rl_tables.draw_curves(f, measured),
             "noise": lambda f: rl_tables.draw_curves(f, measured, "noise", "noise of the reward"),
@@ -209,6 +211,7 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
             f"{cfg.models} models a seed, {cfg.rollouts} rollouts each a step; pass rates are their mean. Selection "
             f"trains on {cfg.keep:g} of the rollouts that were drawn. {SINGLE}: the first model of each seed, which "
             "starts where it does, not where the mean does; its votes, and its pass@k, are of all models' answers.",
+            *simulated.notes,
         ],
     )
 
