@@ -67,7 +67,7 @@ class Config(Training):
     """Answers to each instance by which the filter decides; counted in every budget."""
     min_successes: int = 1
     """Right ones among them for an instance to be kept."""
-    beta: float = 0.1
+    beta: float = 0.5
     """Weight of the KL a token to the start of the task, in the arms with one."""
     replay: float = 0.05
     """Share of problems of earlier tasks, in the arm with replay."""

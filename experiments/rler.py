@@ -57,7 +57,7 @@ class Config(Training):
 
 PRESETS = {
     "smoke": Config(**{**TINY, "test_samples": 4}),
-    "laptop": Config(rollouts=64, steps=40),
+    "laptop": Config(rollouts=64, steps=24),
     "paper": Config(group_size=16, rollouts=2048, steps=300, evaluations=30, rates=(1e-6,), shapes_only=True),
 }
 
