@@ -5,8 +5,10 @@ Every legal combination of {grpo, rloo} x {no, linear, sqrt prompt weight} x {no
 
 Claim: any combination is legal unless it scales twice, and all of them train (no paper; the library's own).
 Command: python -m experiments run rl_compose --preset laptop
-Expected: not measured yet at laptop size; smoke shows that it runs, not who wins.
-Minutes: smoke 2, laptop 8.
+Expected, laptop, pass rate .159 before, 8 seeds: all 32 legal combinations have finite losses, 16 are refused. Of the
+eight compared, the six with the verifier's reward end at .211 to .222 (grpo .215; every difference from it is
+undecided); without labels (RLER) grpo ends at .173 and grpo with lambda and ripo at .168, at the lowest rate.
+Minutes: smoke 1, laptop 10.
 """
 
 import dataclasses
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 ABOUT = core.About(
     claim="The five methods compose: every legal combination trains, the illegal ones are refused by name.",
-    minutes={"smoke": 2, "laptop": 8},
+    minutes={"smoke": 1, "laptop": 10},
     needs="nothing",
     knob="rollouts",
 )
