@@ -1,5 +1,6 @@
 """``QTensor``: integers with a scale, as a result of rounding and as a weight that ``linear`` understands."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,8 +8,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, UInt8
 
+from jaxmeth.kernels.hadamard_quantize import hadamard_quantize
+from jaxmeth.kernels.quantized_matmul import quantized_matmul
 from jaxmeth.models.layers import linear
-from jaxmeth.quant.hadamard import block_hadamard
+from jaxmeth.quant.hadamard import ONE_PRODUCT, block_hadamard, hadamard
 from jaxmeth.types import ConfigError
 
 SCALE_FLOOR = 1e-12
@@ -58,7 +61,43 @@ class QTensor:
         return x if self.act_bits is None else fake_quantize_act(x, self.act_bits)
 
     def matmul(self, x: Float[Array, "*n i"]) -> Float[Array, "*n o"]:
-        return linear(self.inputs(x), dequantize(self))
+        """y in the dtype of x, by the kernels of this platform; straight-through gradients where inputs are rounded."""
+        if self.bits is None or self.zero is not None or x.dtype == jnp.float64:
+            return _as_floats(self, x)
+        return by_kernels(self, x, "auto", False)
+
+
+def _as_floats(weight: QTensor, x: Float[Array, "*n i"]) -> Float[Array, "*n o"]:
+    """The definition of ``matmul``: inputs and weight as floats, one product."""
+    return linear(weight.inputs(x), dequantize(weight))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def by_kernels(weight: QTensor, x: Float[Array, "*n i"], backend: str, interpret: Any) -> Float[Array, "*n o"]:
+    """``matmul`` by the kernels: integers times integers, summed exactly, where rotation and rounding are one pass.
+
+    A kernel has no derivative; the definition's is taken instead.
+    """
+    rows, scale = x.reshape(-1, x.shape[-1]), None
+    block, bits = weight.rotate, weight.act_bits
+    if block is not None and block <= ONE_PRODUCT and bits is not None and bits < 8:
+        turn = hadamard(block)
+        rows, scale, _ = hadamard_quantize(rows, turn, bits=bits, backend=backend, interpret=interpret)
+    else:
+        rows = weight.inputs(rows)
+    y = quantized_matmul(rows, weight.q, weight.scale, x_scale=scale, backend=backend, interpret=interpret)
+    return y.astype(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+def _forward(weight: QTensor, x: Array, backend: str, interpret: Any) -> tuple[Array, tuple]:
+    return by_kernels(weight, x, backend, interpret), (weight, x)
+
+
+def _backward(backend: str, interpret: Any, saved: tuple, gradient: Array) -> tuple:
+    return jax.vjp(_as_floats, *saved)[1](gradient)
+
+
+by_kernels.defvjp(_forward, _backward)
 
 
 def check_bits(bits: int, name: str = "bits") -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmeth import quant
-from jaxmeth.quant import rounding
+from jaxmeth.quant import qtensor, rounding
 from jaxmeth.types import ConfigError
 
 
@@ -187,6 +187,52 @@ def test_the_leaf_is_what_it_says():
     inputs = quant.dequantize(quant.quantize_act(quant.block_hadamard(x, 12)))
     expected = jnp.einsum("ti,loi->lto", inputs, quant.dequantize(q), precision="highest")
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
+
+
+KINDS = [(4, 16, 4), (8, None, 8), (4, 256, 4), (3, 16, None), (4, None, None)]
+
+
+@pytest.mark.parametrize(("bits", "rotate", "act_bits"), KINDS)
+@pytest.mark.parametrize("backend", ["auto", "tpu", "gpu"])
+def test_kernels_are_the_formula_with_its_gradient(backend, bits, rotate, act_bits):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, g = jax.random.normal(keys[0], (2, 3, 256)), jax.random.normal(keys[1], (2, 3, 10))
+    leaf = quant.pack(quant.quantize_weight(jax.random.normal(keys[2], (10, 256)), bits))
+    leaf = leaf.replace(rotate=rotate, act_bits=act_bits)
+
+    def formula(x, scale):
+        inputs = x if rotate is None else quant.block_hadamard(x, rotate)
+        inputs = inputs if act_bits is None else quant.fake_quantize_act(inputs, act_bits)
+        codes = quant.unpack(leaf).q.astype(x.dtype)
+        return jnp.einsum("bti,oi->bto", inputs, codes * scale, precision="highest")
+
+    def ours(x, scale):
+        return qtensor.by_kernels(leaf.replace(scale=scale), x, backend, backend != "auto")
+
+    (expected, pull), (found, mine) = (jax.vjp(f, x, leaf.scale) for f in (formula, ours))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5 * np.abs(expected).max())
+    for a, b in zip(mine(g), pull(g), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
+    if backend == "auto":
+        np.testing.assert_array_equal(leaf.matmul(x), found)
+
+
+@pytest.mark.parametrize(("platform", "call"), [("tpu", "tpu_custom_call"), ("cuda", "gpu.triton")])
+def test_an_accelerator_runs_both_kernels(platform, call, monkeypatch):
+    leaf = quant.pack(quant.quantize_weight(jnp.ones((128, 256)))).replace(rotate=32, act_bits=4)
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    traced = jax.jit(leaf.matmul).trace(jnp.ones((4, 16, 256), jnp.bfloat16))
+    monkeypatch.undo()
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert text.count(call) == 2
+
+
+def test_float64_stays_float64(x64):
+    leaf = quant.quantize_weight(jax.random.normal(jax.random.key(0), (3, 16), jnp.float64)).replace(rotate=16)
+    x = jax.random.normal(jax.random.key(1), (2, 16), jnp.float64)
+    y = leaf.matmul(x)
+    assert y.dtype == jnp.float64
+    np.testing.assert_allclose(y, quant.block_hadamard(x, 16) @ quant.dequantize(leaf).T, rtol=1e-12)
 
 
 def test_gradients_go_straight_through():
