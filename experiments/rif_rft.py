@@ -115,9 +115,10 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
     import jax
     import jax.numpy as jnp
 
-    from experiments import rl_arms, rl_continual
+    from experiments import rl_arms, rl_continual, rl_linear
     from jaxmeth import models
 
+    simulated = rl_linear.simulate(cfg, folder)
     bench, pools, held = rl_continual.prepare(cfg)
     leaves = rl_arms.warm_seeds(cfg, folder, bench, seeds=cfg.seeds)
     structure = jax.tree.structure(models.abstract_params(bench.model))
@@ -138,8 +139,8 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
     points = {arm: {k: np.stack([p[k] for p in of], axis=1) for k in of[0]} for arm, of in found.items()}
     start = float(points["SFT"]["before"].mean())
     return core.Result(
-        rows=_rows(cfg, points),
-        claims=_claims(points),
+        rows={"tiny model": _rows(cfg, points), **simulated.tables},
+        claims=[*_claims(points), *simulated.claims],
         figures={
             "gain_forgetting": lambda f: _draw(f, points, "forgetting", "forgetting (negative: lost)"),
             "gain_kl": lambda f: _draw(f, points, "KL", "KL(new || old) of an answer, nats"),
@@ -153,6 +154,7 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
             "which would mean nothing to a character model. KL: new || old, of an answer to the new task's held-out "
             f"prompts, nats. KL terms weigh {cfg.beta:g}; replay is {cfg.replay:.0%} of the problems.",
             f"The paper's scale: {PAPER}",
+            *simulated.notes,
         ],
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 from experiments import core, rl_tables
 from experiments.rl_arms import Arm
 from experiments.rl_config import Training
-from experiments.rl_simulation import NOTHING, Simulated, compiled, draw, learning, ratio
+from experiments.rl_simulation import NOTHING, Simulated, compiled, draw, learning, ratio, seed_keys
 from jaxmeth import rl
 
 STATES, ACTIONS, GROUP, UPDATES, STEPS = 64, 100, 16, 4, 60
@@ -41,8 +41,8 @@ def bandit(arms: Sequence[Arm], steps: int = STEPS, updates: int = UPDATES) -> A
         first, draws = jax.random.split(key)
         logits, right = start(first)
 
-        def step(logits: Any, key: Any) -> tuple[Any, dict[str, Any]]:
-            sampling, noise = jax.random.split(key)
+        def step(logits: Any, number: Any) -> tuple[Any, dict[str, Any]]:
+            sampling, noise = jax.random.split(jax.random.fold_in(draws, number))
             p = jax.nn.softmax(logits)
             action = draw(sampling, p, GROUP)
             found = jnp.take_along_axis(right, action, axis=1) ^ jax.random.bernoulli(noise, flips, action.shape)
@@ -63,7 +63,7 @@ def bandit(arms: Sequence[Arm], steps: int = STEPS, updates: int = UPDATES) -> A
             entropy = -(p * jax.nn.log_softmax(logits)).sum(1).mean()
             return after, {"accuracy": (p * right).sum(1).mean(), "entropy": entropy, "clipped": clipped.mean()}
 
-        return jax.lax.scan(step, logits, jax.random.split(draws, steps))[1]
+        return jax.lax.scan(step, logits, jnp.arange(steps))[1]
 
     return compiled(jax.vmap(one, in_axes=(None, 0, None, None)))
 
@@ -76,8 +76,7 @@ def simulate(cfg: Training, folder: core.RunDir, arms: Sequence[Arm]) -> Simulat
 
     def compute() -> dict[str, Any]:
         run = bandit(arms)
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(cfg.seed), 10), cfg.simulation_seeds)
-        found = [run(i, keys, rate, flips) for flips, rate, i in trials]
+        found = [run(i, seed_keys(cfg, 10), rate, flips) for flips, rate, i in trials]
         return jax.tree.map(lambda *a: jnp.stack(a), *found)
 
     stored = folder.cached("simulation", compute)

@@ -1,11 +1,13 @@
 """What the simulations of the reinforcement-learning experiments share: tables of softmax policies, ratios of means."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from experiments import core, rl_tables
+from experiments.rl_config import Training
 
 if TYPE_CHECKING:
     from experiments.rl_arms import Arm
@@ -23,6 +25,13 @@ METRICS = ("clip_low", "clip_high", "token_weight")
 """Metrics of a policy loss that are recorded, NaN where a loss has none."""
 NOTHING = Simulated({}, [], [])
 """Where ``simulation_seeds`` is 0."""
+
+
+def seed_keys(cfg: Training, number: int) -> Any:
+    """The seeds' keys of simulation ``number``: made anew for each arm, whose draws are the same on purpose."""
+    import jax
+
+    return jax.random.split(jax.random.fold_in(jax.random.key(cfg.seed), number), cfg.simulation_seeds)
 
 
 def ratio(first: np.ndarray, second: np.ndarray) -> core.Estimate:
@@ -75,11 +84,15 @@ def learning(arms: "Sequence[Arm]") -> Callable[..., tuple[Any, Any]]:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``jax.jit``; on CPUs at optimisation level 1, a third of the compilation, which costs more than these loops."""
+    """``jax.jit``; on CPUs at optimisation level 1, a third of the compilation, which costs more than these loops.
+
+    A level in ``XLA_FLAGS`` stands.
+    """
     import jax
 
-    options = {"xla_backend_optimization_level": "1"} if jax.default_backend() == "cpu" else None
-    return jax.jit(function, compiler_options=options)
+    level = "xla_backend_optimization_level"
+    free = jax.default_backend() == "cpu" and level not in os.environ.get("XLA_FLAGS", "")
+    return jax.jit(function, compiler_options={level: "1"} if free else None)
 
 
 def draw(key: Any, p: Any, count: int) -> Any:

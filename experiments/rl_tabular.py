@@ -10,7 +10,17 @@ import numpy as np
 from experiments import core, rl_tables
 from experiments.rl_arms import Arm
 from experiments.rl_config import Training
-from experiments.rl_simulation import NOTHING, Simulated, compiled, draw, first_at, learning, ratio, steps_ratio
+from experiments.rl_simulation import (
+    NOTHING,
+    Simulated,
+    compiled,
+    draw,
+    first_at,
+    learning,
+    ratio,
+    seed_keys,
+    steps_ratio,
+)
 from jaxmeth import rl
 
 PROMPTS, ANSWERS, GROUP, STEPS = 128, 50, 16, 200
@@ -36,9 +46,8 @@ def tabular(arms: Sequence[Arm], steps: int = STEPS) -> Any:
         rest = jax.nn.logsumexp(logits[:, 1:], axis=1)
         logits = logits.at[:, 0].set(rest + jnp.log(success) - jnp.log1p(-success))
 
-        def step(logits: Any, x: tuple[Any, Any]) -> tuple[Any, Any]:
-            number, key = x
-            answer = draw(key, jax.nn.softmax(logits), GROUP)
+        def step(logits: Any, number: Any) -> tuple[Any, Any]:
+            answer = draw(jax.random.fold_in(draws, number), jax.nn.softmax(logits), GROUP)
 
             def logp(logits: Any) -> Any:
                 return jnp.take_along_axis(jax.nn.log_softmax(logits), answer, axis=1).reshape(-1, 1)
@@ -50,7 +59,7 @@ def tabular(arms: Sequence[Arm], steps: int = STEPS) -> Any:
             after = logits - rate * PROMPTS * back(gradient(arm, number, now, batch)[0])[0]
             return after, jax.nn.softmax(after)[:, 0].mean()
 
-        last, accuracy = jax.lax.scan(step, logits, (jnp.arange(steps), jax.random.split(draws, steps)))
+        last, accuracy = jax.lax.scan(step, logits, jnp.arange(steps))
         lost = jax.nn.softmax(last)[:, 0] < success / 100
         return {"accuracy": jnp.concatenate([success.mean()[None], accuracy]), "lost": lost.mean()}
 
@@ -66,8 +75,7 @@ def simulate(cfg: Training, folder: core.RunDir, arms: Sequence[Arm]) -> Simulat
 
     def compute() -> dict[str, Any]:
         run = tabular(arms)
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(cfg.seed), 12), cfg.simulation_seeds)
-        found = [run(names.index(name), keys, STARTS.index(start), rate) for start, name, rate in trials]
+        found = [run(names.index(name), seed_keys(cfg, 12), STARTS.index(start), rate) for start, name, rate in trials]
         return jax.tree.map(lambda *a: jnp.stack(a), *found)
 
     stored = folder.cached("simulation", compute)

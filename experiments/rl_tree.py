@@ -11,7 +11,7 @@ import optax
 from experiments import core, rl_tables
 from experiments.rl_arms import Arm
 from experiments.rl_config import Training
-from experiments.rl_simulation import NOTHING, Simulated, compiled, first_at, learning, steps_ratio
+from experiments.rl_simulation import NOTHING, Simulated, compiled, first_at, learning, seed_keys, steps_ratio
 from jaxmeth import rl
 
 PROMPTS, TOKENS, LENGTH, GROUP, STEPS = 8, 3, 8, 16, 150
@@ -69,9 +69,9 @@ def tree(arms: Sequence[Arm], steps: int = STEPS) -> Any:
         logits = scale * jax.random.normal(first, (PROMPTS, NODES, TOKENS))
         right = answers(leaves, kind)
 
-        def step(carry: tuple[Any, Any], x: tuple[Any, Any]) -> tuple[Any, dict[str, Any]]:
-            (logits, state), (number, key) = carry, x
-            tokens, node, leaf = sample(key, logits)
+        def step(carry: tuple[Any, Any], number: Any) -> tuple[Any, dict[str, Any]]:
+            logits, state = carry
+            tokens, node, leaf = sample(jax.random.fold_in(draws, number), logits)
             reward = jnp.take_along_axis(right, leaf, axis=1)
 
             def logp(logits: Any) -> Any:
@@ -88,8 +88,7 @@ def tree(arms: Sequence[Arm], steps: int = STEPS) -> Any:
             found = {"accuracy": reached(logits, right).mean(), "weight": metrics["token_weight"]}
             return (logits - rate * slope, state), found
 
-        keys = jax.random.split(draws, steps)
-        return jax.lax.scan(step, (logits, adaptive.init(logits)), (jnp.arange(steps), keys))[1]
+        return jax.lax.scan(step, (logits, adaptive.init(logits)), jnp.arange(steps))[1]
 
     return compiled(jax.vmap(one, in_axes=(None, 0, None, None, None, None)))
 
@@ -111,9 +110,8 @@ def simulate(cfg: Training, folder: core.RunDir, arms: Sequence[Arm]) -> Simulat
 
     def compute() -> dict[str, Any]:
         run = tree(arms)
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(cfg.seed), 11), cfg.simulation_seeds)
         found = [
-            run(names.index(name), keys, REWARDS.index(reward), scale, kind == "Adam", rate)
+            run(names.index(name), seed_keys(cfg, 11), REWARDS.index(reward), scale, kind == "Adam", rate)
             for (reward, scale, kind, rate), name in core.progress(chosen, description="simulation")
         ]
         return jax.tree.map(lambda *a: jnp.stack(a), *found)

@@ -10,7 +10,7 @@ import numpy as np
 from experiments import core, rl_tables, rl_tasks
 from experiments.rl_arms import Arm, Given, Judged, same_answers
 from experiments.rl_config import Training
-from experiments.rl_simulation import NOTHING, Simulated, compiled, draw, ratio
+from experiments.rl_simulation import NOTHING, Simulated, compiled, draw, ratio, seed_keys
 from jaxmeth import rl
 
 PROMPTS, ANSWERS, GROUP, STEPS, RATE = 48, 12, 16, 40, 2.0
@@ -73,8 +73,8 @@ def voting(arms: Sequence[Arm], models: int, steps: int = STEPS) -> Any:
         errors += jnp.sqrt(1 - shared) * jax.random.normal(own, (models, PROMPTS, ANSWERS))
         start = (SPREAD * errors).at[..., 0].add(KNOWN)
 
-        def step(logits: Any, key: Any) -> tuple[Any, dict[str, Any]]:
-            now, before, noise = jax.random.split(key, 3)
+        def step(logits: Any, number: Any) -> tuple[Any, dict[str, Any]]:
+            now, before, noise = jax.random.split(jax.random.fold_in(draws, number), 3)
             answer, tokens, mask = answered(now, logits)
             logp = jnp.take_along_axis(jax.nn.log_softmax(logits), answer, axis=2)
             logp = jnp.stack([logp, jnp.zeros_like(logp)], axis=-1)
@@ -87,7 +87,7 @@ def voting(arms: Sequence[Arm], models: int, steps: int = STEPS) -> Any:
             found["accuracy"] = jax.nn.softmax(logits)[..., 0].mean()
             return jax.vmap(learn)(logits, answer, *given), found
 
-        return jax.lax.scan(step, start, jax.random.split(draws, steps))[1]
+        return jax.lax.scan(step, start, jnp.arange(steps))[1]
 
     return compiled(jax.vmap(one, in_axes=(None, 0, None, None)))
 
@@ -96,7 +96,6 @@ def simulate(cfg: Training, folder: core.RunDir, arms: Sequence[Arm]) -> Simulat
     """All arms in the first setting and some in the others; then the erring verifier, by kind and rate of its flips."""
     if not cfg.simulation_seeds:
         return NOTHING
-    keys = jax.random.split(jax.random.fold_in(jax.random.key(cfg.seed), 13), cfg.simulation_seeds)
     runs = {models: voting(arms, models) for models, _ in SETTINGS.values()}
     trials = [
         (setting, a.name, i, 0.0)
@@ -108,7 +107,7 @@ def simulate(cfg: Training, folder: core.RunDir, arms: Sequence[Arm]) -> Simulat
 
     def compute() -> dict[str, Any]:
         bar = core.progress(trials, description="simulation")
-        found = [runs[SETTINGS[s][0]](arm, keys, SETTINGS[s][1], rate) for s, _, arm, rate in bar]
+        found = [runs[SETTINGS[s][0]](arm, seed_keys(cfg, 13), SETTINGS[s][1], rate) for s, _, arm, rate in bar]
         return jax.tree.map(lambda *a: jnp.stack(a), *found)
 
     stored = folder.cached("simulation", compute)

@@ -25,11 +25,11 @@ def test_the_paper_preset_checks_shapes():
 
 
 def test_rollouts_are_counted():
-    mini = {**TINY, "warm_steps": 2, "steps": 2, "seeds": 1, "rates": (1e-3,)}
+    mini = {**TINY, "warm_steps": 2, "steps": 2, "seeds": 1, "rates": (1e-3,), "simulation_seeds": 0}
     cfg = rif_rft.Config(**mini, filter_rollouts=2, replay=0.5)
     folder = core.RunDir()
     result = rif_rft.run(cfg, folder)
-    rows = {r["arm"]: r for r in result.rows}
+    rows = {r["arm"]: r for r in result.tables()["tiny model"]}
     assert list(rows) == list(rif_rft.ARMS)
     assert rows["SFT"]["rollouts"] == 0
     assert rows["GRPO"]["rollouts"] == rows["rejection-sampling SFT"]["rollouts"] == 3 * 2 * 32
