@@ -10,7 +10,8 @@ from jaxmeth.types import AttendContext, State
 
 BLOCKED_FROM = 1024
 """Queries from which the blocked computation is the faster one on CPU; accelerators keep the plain one."""
-_ROWS, _KEYS = 512, 512
+_ROWS, _KEYS = 1536, 512
+"""Rows of scores (query heads of a key/value head times queries) and keys of a block."""
 _KERNEL_BLOCK = 64
 """Rows and keys of a block for the Pallas kernels: a power of two that fits every chip's memory."""
 

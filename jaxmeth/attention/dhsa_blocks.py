@@ -148,10 +148,8 @@ def select_blocks(
     exact = jnp.promote_types(q.dtype, jnp.float32)
     q, k = q.astype(exact), k.astype(exact)
     group = q.shape[1] // k.shape[1]
-    if cfg.group_select == "kv":
-        q = jnp.mean(q.reshape(q.shape[0], -1, group, *q.shape[2:]), axis=2)
-    else:
-        k = jnp.repeat(k, group, axis=1)
+    if cfg.group_select == "head":
+        k, group = jnp.repeat(k, group, axis=1), 1
     slots = k.shape[2]
     valid = jnp.ones((k.shape[0], slots), bool) if kv_mask is None else kv_mask
     start = jnp.asarray(start, jnp.int32)
@@ -165,12 +163,12 @@ def select_blocks(
     if cfg.rule in NONCAUSAL_RULES:
         from jaxmeth.attention.dhsa_slash import vertical_slash
 
-        score = vertical_slash(q, k, cfg, valid, start, rows, seen, budget)
+        score = vertical_slash(_mean_of_groups(q, group), k, cfg, valid, start, rows, seen, budget)
         return _with_dense_rows(cfg, rows, seen, score, budget, slots)
     if cfg.rule == "chunk" and boundaries is not None:
-        score = _chunk_scores(q, k, cfg, boundaries, valid, start)
+        score = _chunk_scores(q, k, group, cfg, boundaries, valid, start)
     else:
-        score = _mean_scores(q, k, cfg, valid, start, pooled=cfg.rule == "chunk")
+        score = _mean_scores(q, k, group, cfg, valid, start, pooled=cfg.rule == "chunk")
     forced, width = jnp.zeros_like(seen), budget
     eligible = seen
     if cfg.rule == "topk":
@@ -225,6 +223,18 @@ def _block_means(x: Array, size: int, valid: Array) -> tuple[Array, Array]:
     return jnp.sum(x, axis=3) / jnp.maximum(number, 1), number
 
 
+def _mean_of_groups(x: Array, group: int) -> Array:
+    """The mean over each run of ``group`` heads; written out, as a reduction over a middle axis is slow on CPU."""
+    x = x.reshape(x.shape[0], -1, group, *x.shape[2:])
+    return sum(x[:, :, i] for i in range(group)) / group
+
+
+def _query_means(q: Array, group: int, cfg: DHSAConfig, valid: Array, start: Array) -> Array:
+    """Means ``[B, Hs, nq, D]`` of the queries of each block: over tokens first, which leaves little to average."""
+    rows, _ = _block_means(q, cfg.bq, _of_queries(valid, q.shape[2], start))
+    return _mean_of_groups(rows, group)
+
+
 def _of_queries(valid: Array, length: int, start: Array) -> Array:
     """Which queries are real tokens."""
     return jax.lax.dynamic_slice_in_dim(valid, start, length, axis=1)
@@ -236,20 +246,20 @@ def block_products(q: Array, k: Array) -> Array:
     return jnp.where(jnp.isnan(score), jnp.finfo(score.dtype).min, score)
 
 
-def _mean_scores(q, k, cfg: DHSAConfig, valid, start, pooled: bool) -> Array:
-    rows, _ = _block_means(q, cfg.bq, _of_queries(valid, q.shape[2], start))
+def _mean_scores(q, k, group: int, cfg: DHSAConfig, valid, start, pooled: bool) -> Array:
+    rows = _query_means(q, group, cfg, valid, start)
     keys, number = _block_means(k, cfg.bk, valid)
     if pooled and cfg.pooling == "avgpool_norm":
         keys = keys * jnp.sqrt(number.astype(keys.dtype))
     return block_products(rows, keys)
 
 
-def _chunk_scores(q, k, cfg: DHSAConfig, boundaries, valid, start) -> Array:
+def _chunk_scores(q, k, group: int, cfg: DHSAConfig, boundaries, valid, start) -> Array:
     """The largest chunk score among the real tokens of each block, a row at a time: memory is linear in S."""
     edges, n_valid = boundaries
     slots = k.shape[2]
     blocks = -(-slots // cfg.bk)
-    rows, _ = _block_means(q, cfg.bq, _of_queries(valid, q.shape[2], start))
+    rows = _query_means(q, group, cfg, valid, start)
     score = block_products(rows, chunk_repr(k, edges, n_valid, cfg.pooling, valid, heads="each"))
     chunk = jnp.broadcast_to(chunk_of_token(edges, slots)[:, None], (*score.shape[:2], slots))
 

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxmeth import kernels
 from jaxmeth.kernels.decode_attention import Override, gpu, tpu
@@ -62,6 +64,26 @@ def test_equals_the_reference(backend, row):
     expected, expected_lse = attend(arguments, options, backend="reference")
     np.testing.assert_allclose(out, expected, atol=2e-6)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=2e-6)
+
+
+@functools.cache
+def compiled(backend):
+    """Compiled once for each group size: lists, counts, overrides and which slots are real are data."""
+    return jax.jit(functools.partial(kernels.decode_attention, bk=16, return_lse=True, backend=backend))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([1, 3, 8]), st.booleans(), st.integers(0, 70))
+def test_random_lists(seed, group, whole, length):
+    arguments, options = made((2, group, 1, 2, 70, 16, 4, True, {}), seed)
+    real = options["kv_valid"] | (seed % 2 == 0)
+    options |= {"kv_valid": real & (jnp.arange(70) < length)[None]}
+    if whole:
+        options["count"] = jnp.full_like(options["count"], 4)
+    del options["bk"]
+    found, expected = (compiled(name)(*arguments, **options) for name in ("xla", "reference"))
+    np.testing.assert_allclose(found[0], expected[0], atol=2e-6)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-6, atol=2e-6)
 
 
 def test_the_reference_is_a_loop():

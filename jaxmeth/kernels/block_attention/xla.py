@@ -1,9 +1,10 @@
 """Plain XLA, fast on CPU: gathered key blocks, a tile at a time, with an online softmax.
 
-One unit is the work of one list: its G x bq queries against its key blocks. A step of the loop computes several
-independent units, written out one after the other, because XLA on CPU runs independent operations at once on its
-threads but splits a single product of this size over them poorly. A step runs as many tiles as its longest list needs,
-so short lists and the upper triangle cost nothing.
+One unit is the work of one list: its bq x G queries against its key blocks. XLA on CPU runs the operations one after
+the other and splits each over its threads, well only where it is large, so a tile holds as many keys as the scores of
+``SCORES`` numbers allow; a step of the loop computes a few units side by side, whose operations fill each other's
+gaps. A step runs as many tiles as its longest list needs: short lists and the upper triangle cost nothing. The group
+axis lies inside the query axis, so that the first axis of every array splits evenly.
 """
 
 import jax
@@ -12,10 +13,10 @@ from jaxtyping import Array
 
 from jaxmeth.kernels.block_attention.shapes import Static, near
 
-TILE = 512
-"""Keys in a tile; the scores of one unit then fit the second-level cache of most processors."""
-UNITS = 6
-"""Units in a step."""
+SCORES = 384 * 1024
+"""Scores of a unit in a tile."""
+UNITS = 3
+"""Units in a step, at most; fewer where a tile is larger than ``SCORES``."""
 
 
 class _Units:
@@ -27,47 +28,52 @@ class _Units:
         lists, rows, width = idx.shape[1:]
         self.static, self.span = static, span
         self.exact = jnp.promote_types(q.dtype, jnp.float32)
-        self.shape = (batch, lists, heads // lists, rows, static.bq)
-        self.count_all = batch * lists * rows
-        self.per_step = min(UNITS, self.count_all)
-        self.steps = -(-self.count_all // self.per_step)
-        self.blocks_per_tile = max(1, min(width, TILE // static.bk))
+        self.group, self.heads = heads // lists, batch * lists
+        unit = self.group * static.bq
+        self.blocks_per_tile = max(1, min(width, SCORES // (unit * static.bk)))
         self.keys = self.blocks_per_tile * static.bk
-        blocks = slots // static.bk
-        head = jnp.arange(batch * lists, dtype=jnp.int32).reshape(batch, lists)
-        base = head // lists * kv_heads + head % lists * kv_heads // lists
-        tiles = -(-width // self.blocks_per_tile)
-        idx = jnp.pad(idx, ((0, 0), (0, 0), (0, 0), (0, tiles * self.blocks_per_tile - width)), mode="edge")
+        number = self.heads * rows
+        most = max(1, min(UNITS, UNITS * SCORES // (unit * self.keys)))
+        self.per_step = max(n for n in range(1, most + 1) if number % n == 0)
+        self.steps = number // self.per_step
+        head = jnp.arange(self.heads, dtype=jnp.int32).reshape(batch, lists)
+        base = (head // lists * kv_heads + head % lists * kv_heads // lists) * (slots // static.bk)
+        idx = jnp.pad(idx, ((0, 0), (0, 0), (0, 0), (0, -width % self.blocks_per_tile)), mode="edge")
         row = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (batch, lists, rows))
         self.items = {
-            "block": self.split(jnp.moveaxis(idx, 2, 0)),
-            "gather": self.split(jnp.moveaxis(idx + base[:, :, None, None] * blocks, 2, 0)),
-            "count": self.split(jnp.moveaxis(count, 2, 0)),
-            "row": self.split(jnp.moveaxis(row, 2, 0)),
+            "block": self.split(idx),
+            "gather": self.split(idx + base[:, :, None, None]),
+            "count": self.split(count),
+            "row": self.split(row),
+            "head": self.split(jnp.broadcast_to(head[:, :, None], row.shape)),
         }
         self.valid = None
         if valid is not None:
             self.valid = jnp.repeat(valid, kv_heads, axis=0).reshape(-1, static.bk)
 
     def split(self, x: Array) -> Array:
-        """``[nq, B, Hs, ...] -> [steps, units, ...]``, filled with zeros (lists of no block)."""
-        x = x.reshape(self.count_all, *x.shape[3:])
-        x = jnp.pad(x, ((0, self.steps * self.per_step - self.count_all), *((0, 0),) * (x.ndim - 1)))
-        return x.reshape(self.steps, self.per_step, *x.shape[1:])
+        """``[B, Hs, nq, ...] -> [steps, units, ...]``."""
+        x = jnp.moveaxis(x, 2, 0)
+        return x.reshape(self.steps, self.per_step, *x.shape[3:])
 
-    def queries(self, x: Array) -> Array:
-        """``[B, H, T, ...] -> [steps, units, G * bq, ...]``."""
-        batch, lists, group, rows, bq = self.shape
-        x = jnp.moveaxis(x.reshape(batch, lists, group, rows, bq, *x.shape[3:]), 3, 0)
-        x = self.split(x)
-        return x.reshape(*x.shape[:2], group * bq, *x.shape[4:])
+    def by_list(self, x: Array) -> Array:
+        """``[B, H, T, ...] -> [lists, G, T, ...]``."""
+        return x.reshape(self.heads, self.group, *x.shape[2:])
 
-    def back(self, x: Array) -> Array:
-        """The inverse of ``queries``."""
-        batch, lists, group, rows, bq = self.shape
-        x = x.reshape(self.steps * self.per_step, *x.shape[2:])[: self.count_all]
-        x = jnp.moveaxis(x.reshape(rows, batch, lists, group, bq, *x.shape[2:]), 0, 3)
-        return x.reshape(batch, lists * group, rows * bq, *x.shape[5:])
+    def at(self, item: dict, unit: int, rank: int) -> tuple:
+        """Where a unit's rows begin in an array by list."""
+        zero = jnp.zeros((), jnp.int32)
+        return (item["head"][unit], zero, item["row"][unit] * self.static.bq, *(zero,) * (rank - 3))
+
+    def rows(self, item: dict, unit: int, x: Array) -> Array:
+        """A unit's rows ``[bq, G, ...]`` of an array by list, in the dtype of the sums."""
+        size = (1, self.group, self.static.bq, *x.shape[3:])
+        return jnp.swapaxes(jax.lax.dynamic_slice(x, self.at(item, unit, x.ndim), size)[0], 0, 1).astype(self.exact)
+
+    def put(self, item: dict, unit: int, x: Array, rows: Array) -> Array:
+        """The inverse of ``rows``."""
+        rows = jnp.swapaxes(rows, 0, 1)[None].astype(x.dtype)
+        return jax.lax.dynamic_update_slice(x, rows, self.at(item, unit, x.ndim))
 
     def blocks(self, x: Array) -> Array:
         """``[B, Hkv, S, D] -> [all blocks, bk, D]``."""
@@ -84,7 +90,7 @@ class _Units:
         return take, [x[take].reshape(self.keys, -1).astype(self.exact) for x in sources]
 
     def mask(self, item: dict, unit: int, tile: Array, take: Array) -> Array:
-        """Which keys of a tile each of the bq queries sees, ``[1, bq, keys]``."""
+        """Which keys of a tile each of the bq queries sees, ``[bq, 1, keys]``."""
         at = tile * self.blocks_per_tile
         block = jax.lax.dynamic_slice_in_dim(item["block"][unit], at, self.blocks_per_tile)
         used = at + jnp.arange(self.blocks_per_tile, dtype=jnp.int32) < item["count"][unit]
@@ -93,11 +99,12 @@ class _Units:
         if self.valid is not None:
             seen &= self.valid[take]
         q_slot = self.span[0] + item["row"][unit] * self.static.bq + jnp.arange(self.static.bq, dtype=jnp.int32)
-        return (near(self.static, q_slot[:, None], slot.reshape(1, -1), self.span[1]) & seen.reshape(1, -1))[None]
+        close = near(self.static, q_slot[:, None], slot.reshape(1, -1), self.span[1])
+        return (close & seen.reshape(1, -1))[:, None]
 
     def scores(self, q: Array, keys: Array, mask: Array) -> tuple[Array, Array]:
-        """Masked scores ``[G, bq, keys]``, -inf where not seen, and the derivative of the soft cap."""
-        s = _dot(q, keys, 1, 1).reshape(-1, self.static.bq, self.keys)
+        """Masked scores ``[bq, G, keys]``, -inf where not seen, and the derivative of the soft cap."""
+        s = _dot(q, keys, (2,), (1,))
         slope = jnp.ones((), s.dtype)
         if self.static.softcap is not None:
             soft = jnp.tanh(s / self.static.softcap)
@@ -105,74 +112,79 @@ class _Units:
         return jnp.where(mask, s, -jnp.inf), slope
 
 
-def _dot(a: Array, b: Array, i: int, j: int) -> Array:
-    return jax.lax.dot_general(a, b, (((i,), (j,)), ((), ())))
+def _dot(a: Array, b: Array, i: tuple, j: tuple) -> Array:
+    return jax.lax.dot_general(a, b, ((i, j), ((), ())))
+
+
+def _item(work: _Units, step: Array) -> dict:
+    return {name: x[step] for name, x in work.items.items()}
 
 
 def forward(static: Static, q, k, v, idx, count, valid, span) -> tuple[Array, Array]:
     work = _Units(static, q, k, idx, count, valid, span)
-    keys, values = work.blocks(k), work.blocks(v)
-    queries = work.queries(q.astype(work.exact) * static.scale)
-    rows, dim = queries.shape[2], v.shape[-1]
+    keys, values, queries = work.blocks(k), work.blocks(v), work.by_list(q)
+    shape = (static.bq, work.group)
 
-    def step(item):
-        def one(unit: int, tile, carry):
-            top, total, out = carry
-            take, (kt, vt) = work.tile(item, unit, tile, keys, values)
-            s, _ = work.scores(item["q"][unit], kt, work.mask(item, unit, tile, take))
-            s = s.reshape(rows, work.keys)
-            new = jnp.maximum(top, jnp.max(s, axis=-1))
-            shift = jnp.where(jnp.isneginf(new), 0, new)
-            p = jnp.exp(s - shift[:, None])
-            old = jnp.exp(top - shift)
-            return new, total * old + jnp.sum(p, axis=-1), out * old[:, None] + _dot(p, vt, 1, 0)
+    def one(item, unit: int, query, tile, carry):
+        top, total, out = carry
+        take, (kt, vt) = work.tile(item, unit, tile, keys, values)
+        s, _ = work.scores(query, kt, work.mask(item, unit, tile, take))
+        new = jnp.maximum(top, jnp.max(s, axis=-1))
+        shift = jnp.where(jnp.isneginf(new), 0, new)
+        p = jnp.exp(s - shift[..., None])
+        old = jnp.exp(top - shift)
+        return new, total * old + jnp.sum(p, axis=-1), out * old[..., None] + _dot(p, vt, (2,), (0,))
 
+    def step(n, done):
+        item = _item(work, n)
+        query = [work.rows(item, u, queries) * static.scale for u in range(work.per_step)]
         start = (
-            jnp.full((rows,), -jnp.inf, work.exact),
-            jnp.zeros((rows,), work.exact),
-            jnp.zeros((rows, dim), work.exact),
+            jnp.full(shape, -jnp.inf, work.exact),
+            jnp.zeros(shape, work.exact),
+            jnp.zeros((*shape, v.shape[-1]), work.exact),
         )
         carry = jax.lax.fori_loop(
             0,
             work.tiles(item),
-            lambda tile, carry: [one(u, tile, c) for u, c in enumerate(carry)],
+            lambda tile, carry: [one(item, u, query[u], tile, c) for u, c in enumerate(carry)],
             [start] * work.per_step,
         )
-        outs, sums = [], []
-        for top, total, out in carry:
+        outs, sums = done
+        for unit, (top, total, out) in enumerate(carry):
             some = total > 0
             safe = jnp.where(some, total, 1)
-            outs.append(out * (1 / safe)[:, None])
-            sums.append(jnp.where(some, jnp.log(safe) + top, -jnp.inf))
-        return jnp.stack(outs), jnp.stack(sums)
+            outs = work.put(item, unit, outs, out * (1 / safe)[..., None])
+            sums = work.put(item, unit, sums, jnp.where(some, jnp.log(safe) + top, -jnp.inf))
+        return outs, sums
 
-    out, lse = jax.lax.map(step, work.items | {"q": queries})
-    return work.back(out).astype(q.dtype), work.back(lse)
+    length = q.shape[2]
+    outs = jnp.zeros((work.heads, work.group, length, v.shape[-1]), q.dtype)
+    sums = jnp.zeros((work.heads, work.group, length), work.exact)
+    outs, sums = jax.lax.fori_loop(0, work.steps, step, (outs, sums))
+    return outs.reshape(*q.shape[:3], -1), sums.reshape(q.shape[:3])
 
 
 def backward(static: Static, q, k, v, idx, count, valid, span, d_out, lse, delta) -> tuple[Array, Array, Array]:
     work = _Units(static, q, k, idx, count, valid, span)
     keys, values = work.blocks(k), work.blocks(v)
-    items = work.items | {
-        "q": work.queries(q.astype(work.exact) * static.scale),
-        "d_out": work.queries(d_out.astype(work.exact)),
-        "lse": work.queries(lse),
-        "delta": work.queries(delta),
-    }
-    rows = items["q"].shape[2]
+    sources = [work.by_list(x) for x in (q, d_out, lse, delta)]
 
-    def step(carry, item):
+    def step(n, carry):
+        item = _item(work, n)
+        rows = [[work.rows(item, u, x) for x in sources] for u in range(work.per_step)]
+
         def one(unit: int, tile, dq):
+            query, d_o, own_lse, own_delta = rows[unit]
+            query = query * static.scale
             take, (kt, vt) = work.tile(item, unit, tile, keys, values)
             mask = work.mask(item, unit, tile, take)
-            s, slope = work.scores(item["q"][unit], kt, mask)
-            grouped = (-1, static.bq, 1)
-            p = jnp.exp(s - item["lse"][unit].reshape(grouped))
-            dp = _dot(item["d_out"][unit], vt, 1, 1).reshape(s.shape)
-            ds = jnp.where(mask, p * (dp - item["delta"][unit].reshape(grouped)) * slope, 0).reshape(rows, work.keys)
-            dv = _dot(p.reshape(rows, work.keys), item["d_out"][unit], 0, 0)
-            dk = _dot(ds, item["q"][unit], 0, 0)
-            return take, dq + _dot(ds, kt, 1, 0), dk, dv
+            s, slope = work.scores(query, kt, mask)
+            p = jnp.exp(s - own_lse[..., None])
+            dp = _dot(d_o, vt, (2,), (1,))
+            ds = jnp.where(mask, p * (dp - own_delta[..., None]) * slope, 0)
+            dv = _dot(p, d_o, (0, 1), (0, 1))
+            dk = _dot(ds, query, (0, 1), (0, 1))
+            return take, dq + _dot(ds, kt, (2,), (0,)), dk, dv
 
         def tile_step(tile, carry):
             dqs, dk, dv = carry
@@ -181,10 +193,13 @@ def backward(static: Static, q, k, v, idx, count, valid, span, d_out, lse, delta
             more_k, more_v = (jnp.concatenate([d[i].reshape(-1, *dk.shape[1:]) for d in done]) for i in (2, 3))
             return [d[1] for d in done], dk.at[take].add(more_k), dv.at[take].add(more_v)
 
-        dqs = [jnp.zeros((rows, q.shape[-1]), work.exact)] * work.per_step
-        dqs, dk, dv = jax.lax.fori_loop(0, work.tiles(item), tile_step, (dqs, *carry))
-        return (dk, dv), jnp.stack(dqs)
+        dq, dk, dv = carry
+        dqs = [jnp.zeros((static.bq, work.group, q.shape[-1]), work.exact)] * work.per_step
+        dqs, dk, dv = jax.lax.fori_loop(0, work.tiles(item), tile_step, (dqs, dk, dv))
+        for unit, x in enumerate(dqs):
+            dq = work.put(item, unit, dq, x * static.scale)
+        return dq, dk, dv
 
-    zero = tuple(jnp.zeros(x.shape, work.exact) for x in (keys, values))
-    (dk, dv), dq = jax.lax.scan(step, zero, items)
-    return work.back(dq) * static.scale, dk.reshape(k.shape), dv.reshape(v.shape)
+    zeros = [jnp.zeros(x.shape, work.exact) for x in (sources[0], keys, values)]
+    dq, dk, dv = jax.lax.fori_loop(0, work.steps, step, tuple(zeros))
+    return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
