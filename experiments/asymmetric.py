@@ -25,7 +25,7 @@ Minutes: smoke 1, laptop 8.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -54,6 +54,8 @@ class Config(Training):
     """Share of wrong answers (other problems' ones) in the last eighth of the supervised steps: what is unlearnt."""
     zero_warmup: int = 10
     """Steps in which prompts that were never solved are skipped, in the arm with a warm-up."""
+
+    models_known: ClassVar[tuple[str, ...]] = ("tiny", "smollm2")
 
     def __post_init__(self):
         super().__post_init__()

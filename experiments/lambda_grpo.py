@@ -23,7 +23,7 @@ Minutes: smoke 1, laptop 12 (on a busy machine).
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -51,6 +51,8 @@ class Config(Training):
     """Times that an arm is evaluated after training has begun; divides the steps."""
     temperatures: tuple[float, ...] = (0.75, 1.5)
     """Other temperatures at which GRPO and lambda-GRPO are compared; the lower, the more is shared."""
+
+    models_known: ClassVar[tuple[str, ...]] = ("tiny", "smollm2")
 
     def __post_init__(self):
         super().__post_init__()
@@ -170,10 +172,14 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
     claims += [rl_tables.sooner(measured, name, GRPO, 0.5) for name in both]
     claims.append(rl_tables.quicker(measured, LAMBDA, CONTROL))
     tables = dict(rl_tables.table(cfg, measured, GRPO, ("token_weight",)))
-    for row in tables["tiny model"]:
+    for row in next(iter(tables.values())):
         row["steps to 90% of peak"] = rl_tables.near_peak(measured, row["arm"])
     if others:
         tables["other temperatures"] = _temperature_rows(others)
+    if cfg.model == "smollm2":
+        from experiments import rl_smollm2
+
+        tables["16 rollouts a prompt at temperature 0.75"] = rl_smollm2.sharing(cfg, bench)
     return core.Result(
         rows=tables | simulated.tables,
         claims=[*claims, *simulated.claims],

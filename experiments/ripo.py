@@ -10,7 +10,7 @@ Minutes: smoke 1, laptop 8.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -40,6 +40,7 @@ class Config(Training):
     """Answers a prompt; divides the rollouts."""
     steps: int = 24
     """Batches of rollouts that an arm trains on."""
+    models_known: ClassVar[tuple[str, ...]] = ("tiny", "smollm2")
 
 
 PRESETS = {

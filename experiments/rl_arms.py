@@ -108,6 +108,10 @@ def device(stacks: Sequence[rl_tasks.Problems]) -> list[rl_tasks.Problems]:
 
 def prepare(cfg: Training, task: str | None = None) -> Bench:
     """Problems to train on, held-out ones, and those of the warm start, none of which is held out."""
+    if cfg.model == "smollm2":
+        from experiments import rl_smollm2
+
+        return rl_smollm2.prepare(cfg)
     kinds = {"terms": cfg.terms, "digits": cfg.digits, "steps": cfg.running_sums}
     task = task or cfg.task
     pool, held = rl_tasks.pools(
@@ -387,6 +391,10 @@ def compare(
     Every call is stored, so a run that was stopped continues with the next one. ``leaves``: of the models to start
     from, else warm-started here; ``prefix``: of the names of what is stored, for a second comparison of a run.
     """
+    if cfg.model == "smollm2":
+        from experiments import rl_smollm2
+
+        return rl_smollm2.compare(cfg, folder, bench, arms, prefix)
     leaves = warm_seeds(cfg, folder, bench, models_each) if leaves is None else leaves
     structure = jax.tree.structure(models.abstract_params(bench.model))
     run = trainer(cfg, bench, arms, probe)

@@ -157,10 +157,12 @@ def notes(cfg: Training, measured: "Measured", paper: str) -> list[str]:
     source = "reasoning-gym's" if core.data_root(cfg.data) else "made"
     edges = [arm for arm, edge in measured.edge.items() if edge]
     at_end = f" The best rate lies at an end of the grid for {', '.join(edges)}." if edges else ""
+    model = f"Tiny character model (width {cfg.width}, {cfg.layers} layers), warm-started,"
+    if cfg.model == "smollm2":
+        model = "SmolLM2-135M-Instruct with LoRA"
     return [
-        f"Tiny character model (width {cfg.width}, {cfg.layers} layers) on {source} problems of {cfg.task}; pass rate "
-        f"{start:.3f} after the warm start. Each arm: {cfg.steps} steps of {cfg.rollouts} rollouts, {cfg.epochs} "
-        "update(s) each, the same prompts and keys.",
+        f"{model} on {source} problems of {cfg.task}; pass rate {start:.3f} at first. Each "
+        f"arm: {cfg.steps} steps of {cfg.rollouts} rollouts, {cfg.epochs} update(s) each, the same prompts and keys.",
         f"{cfg.seeds} seeds; rates chosen on {cfg.selection_seeds} others.{at_end} Brackets: 95% bootstrap over seeds, "
         "differences paired by seed.",
         f"The paper's scale: {paper}",
@@ -182,6 +184,6 @@ def draw_curves(figure: Any, measured: "Measured", metric: str = "pass", label: 
 def table(cfg: Training, measured: "Measured", baseline: str, more: Sequence[str] = ()) -> Mapping[str, core.Rows]:
     """The two tables of every comparison."""
     return {
-        "tiny model": rows(measured, baseline, more),
+        "tiny model" if cfg.model == "tiny" else "SmolLM2-135M": rows(measured, baseline, more),
         "pass rate by learning rate, selection seeds": selection_rows(cfg, measured),
     }
