@@ -81,7 +81,7 @@ class Config(Training):
 
 PRESETS = {
     "smoke": Config(**{**TINY, "selection_seeds": 1}),
-    "laptop": Config(warm_steps=900, steps=24, train_problems=128, test_samples=2),
+    "laptop": Config(warm_steps=900, rollouts=64, steps=24, train_problems=128, test_samples=2),
     "paper": Config(group_size=8, rollouts=1024, rates=(1e-6,), shapes_only=True),
 }
 
