@@ -24,6 +24,7 @@ def test_the_paper_preset_checks_shapes():
     assert "gradient of every parameter" in rows[-1]["shape"]
 
 
+@pytest.mark.slow
 def test_rollouts_are_counted():
     mini = {**TINY, "warm_steps": 2, "steps": 2, "seeds": 1, "rates": (1e-3,), "simulation_seeds": 0}
     cfg = rif_rft.Config(**mini, filter_rollouts=2, replay=0.5)

@@ -129,6 +129,7 @@ def test_every_combination_is_legal_or_has_a_reason():
     assert set(rl_compose.COMPARED) <= set(legal)
 
 
+@pytest.mark.slow
 def test_arms_share_warm_start_prompts_and_keys(bench):
     """Two arms with one loss give the same curves; a stored run is not computed again; another loss differs."""
     folder = core.RunDir()
@@ -151,6 +152,7 @@ def test_arms_share_warm_start_prompts_and_keys(bench):
     assert rl_tables.ahead(found, "b", "a").holds == "no"
 
 
+@pytest.mark.slow
 def test_training_raises_the_reward(bench):
     """A reward that a few steps can raise, whatever the verifier says: answers that begin with 1."""
     one = rl_tasks.encode("1")[0]
