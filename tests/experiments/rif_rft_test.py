@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import pytest
 
 from experiments import core, rif_rft, rl_continual
 from experiments.rl_config import TINY
