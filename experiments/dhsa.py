@@ -6,11 +6,20 @@ is found, and the time of a prompt. A boundary predictor is trained on the model
 
 Claim: near-dense quality at density 1/8, better than block-sparse attention at equal cost (arXiv 2510.24606).
 Command: python -m experiments run dhsa --preset smoke
-Expected: not yet measured in full; the claims print what holds.
-Minutes: smoke 2, laptop 15.
+Expected: share of attention mass at density 1/8 (laptop, measured; oracle .829 at 2048 tokens, .890 at 4096)
+
+    tokens  topk  sink+window  random  vs    vsb   ashape  fixed  similarity  predicted
+    2048    .151  .795         .755    .826  .767  .796    .796   .794        .762
+    4096    .138  .851         .769    .863  .766  .857    .857   .856        .761
+
+DHSA ("fixed") over top-k: +.645 [.631, .662] and +.719 [.715, .723], far above the 3 points claimed (the public code's
+top-k forces no block and lets later ones compete); over sink+window only +.001 [.000, .002] and +.006 [.004, .007]. The
+predictor reaches F1 .601 [.592, .610] (a boundary everywhere: .490) yet its chunks cover less than fixed ones: -.033
+[-.041, -.026] and -.095 [-.100, -.089], and less than similarity's. Perplexity at 2048 tokens over dense: top-k 6.9
+[5.3, 9.3], sink+window 1.41 [1.25, 1.65]. Perplexity of the other rules, needles and times: no finished run yet.
+Minutes: smoke 2, laptop 45 (estimated: no undisturbed run yet).
 """
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +29,13 @@ from experiments import core, dhsa_rules
 
 ABOUT = core.About(
     claim="Sparse prefill by pooled chunks stays near dense attention at density 1/8, better than block top-k.",
-    minutes={"smoke": 2, "laptop": 15},
+    minutes={"smoke": 2, "laptop": 45},
     needs="SmolLM2-135M",
-    knob="length",
+    knob="lengths",
 )
+
+
+EPOCHS, RATE = 2, 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +46,10 @@ class Config(core.Config):
     """Hugging Face folder, hub name or .gguf file; without one SmolLM2-135M-Instruct."""
     text: Path | None = None
     """A text file in place of Python's help topics."""
-    length: int = 2048
-    """Tokens of each text for recall and perplexity."""
+    lengths: tuple[int, ...] = (2048, 4096)
+    """Tokens of each text for recall; perplexity and the claims use the first."""
     texts: int = 8
-    """How many texts; half of them are never seen by the predictor."""
+    """How many texts of each length, from the half of the corpus that the predictor never sees."""
     densities: tuple[float, ...] = (0.0625, 0.125, 0.25)
     """Shares of the key blocks that are kept."""
     rules: tuple[str, ...] = dhsa_rules.RULES
@@ -50,7 +62,7 @@ class Config(core.Config):
     """Places of the needle, evenly from start to end."""
     needles: int = 4
     """Needles at each depth."""
-    train_sequences: int = 48
+    train_sequences: int = 200
     """Texts of 512 tokens that train the boundary predictor."""
     shapes_only: bool = False
     """Only check that Llama-3.1-8B at 128K tokens fits together: shapes, nothing computed."""
@@ -58,11 +70,13 @@ class Config(core.Config):
     def __post_init__(self):
         super().__post_init__()
         self.require(
-            length=(512, None), texts=(2, None), densities=(1e-6, 1), scored=(1, self.length - 1),
+            lengths=(512, None), texts=(2, None), densities=(1e-6, 1), scored=(1, min(self.lengths, default=2) - 1),
             needle_length=(256, None), depths=(2, None), needles=(1, None), train_sequences=(2, None),
         )  # fmt: skip
         unknown = [n for n in self.rules if n not in dhsa_rules.RULES]
         missing = [n for n in ("topk", "fixed", "predicted") if n not in self.rules]
+        if not self.lengths or not self.densities:
+            raise core.ConfigError("lengths, densities: found none, expected at least one of each")
         if unknown or missing:
             expected = f"topk, fixed, predicted and any of {', '.join(dhsa_rules.RULES)}"
             raise core.ConfigError(f"rules: found {', '.join(self.rules)}, expected {expected}")
@@ -70,7 +84,7 @@ class Config(core.Config):
 
 PRESETS = {
     "smoke": Config(
-        length=512,
+        lengths=(512,),
         texts=2,
         densities=(0.25,),
         scored=64,
@@ -81,7 +95,7 @@ PRESETS = {
         rules=("sink+window", "topk", "fixed", "predicted"),
     ),
     "laptop": Config(),
-    "paper": Config(length=131072, shapes_only=True),
+    "paper": Config(lengths=(131072,), shapes_only=True),
 }
 
 
@@ -96,52 +110,76 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
     if model.tokenizer is None:
         raise core.ConfigError(f"model: found no tokenizer in {cfg.model}, expected a tokenizer.json")
     ids, source = _ids(cfg, model)
-    box, f1 = _predictor(cfg, model, ids)
-    texts = _windows(ids, cfg.texts, cfg.length)
-    recall = _recall(cfg, folder, model, texts, box)
-    loss = _losses(cfg, folder, model, texts, box)
-    found = _needles(cfg, folder, model, ids, box)
-    middle = 0.125 if 0.125 in cfg.densities else cfg.densities[0]
-    at = cfg.densities.index(middle)
-    names = cfg.rules
-    place = {n: i for i, n in enumerate(names)}
-    rows = []
-    for d, density in enumerate(cfg.densities):
-        rows += [{"rule": n, "density": density, "mass recall": _spread(recall[:, d, i])} for i, n in enumerate(names)]
-    gain = core.bootstrap_interval(np.mean, recall[:, at, place["fixed"]] - recall[:, at, place["topk"]])
+    half = len(ids) // 2
+    box, counts = _predictor(cfg, folder, model, ids[:half], ids[half:])
+    f1 = core.bootstrap_interval(lambda hit, said, true, all: 2 * hit.sum() / (said.sum() + true.sum()), *counts)
+    recall = {n: _recall(cfg, folder, model, _windows(ids[half:], cfg.texts, n), box) for n in cfg.lengths}
+    texts = _windows(ids[half:], cfg.texts, cfg.lengths[0])
+    density = 0.125 if 0.125 in cfg.densities else cfg.densities[0]
+    loss = _losses(cfg, folder, model, texts, box, density)
+    found = _needles(cfg, folder, model, ids, box, density)
     ratio = {n: core.bootstrap_interval(lambda x: np.exp(x.mean()), loss[n] - loss["dense"]) for n in loss}
-    learnt = core.bootstrap_interval(np.mean, recall[:, at, place["predicted"]] - recall[:, at, place["fixed"]])
-    share = {n: float(np.mean(found[n])) for n in found}
-    best = max(share["dense"], 1e-9)
-    claims = [
-        core.Claim(f"density {middle}: mass recall of DHSA over block top-k", gain, ">=", 0.03),
-        core.Claim(f"density {middle}: perplexity of DHSA over dense", ratio["fixed"], "<=", 1.03),
-        core.Claim("needles found by DHSA over dense", share["fixed"] / best, ">=", 0.9),
-        core.Claim("F1 of the predictor on unseen text", f1, ">=", 0.5),
-        core.Claim("mass recall of predicted over fixed chunks", learnt, ">", 0),
-    ]
+    times = dhsa_rules.prompt_costs(model, cfg.lengths, density)
     return core.Result(
         rows={
-            "attention mass recall": rows,
-            f"perplexity over dense, density {middle}": [
+            "attention mass recall": [
+                {"rule": n, "tokens": length, "density": d, "mass recall": _spread(values[:, j, i])}
+                for length, values in recall.items()
+                for j, d in enumerate(cfg.densities)
+                for i, n in enumerate(cfg.rules)
+            ],
+            f"perplexity over dense, density {density}": [
                 {"rule": n, "perplexity ratio": r, "perplexity": float(np.exp(loss[n].mean()))}
                 for n, r in ratio.items()
             ],
-            f"needles, density {middle}": [
-                {"rule": n, "found": share[n]} | {f"depth {d}": float(f) for d, f in enumerate(found[n].mean(1))}
-                for n in found
+            f"needles, density {density}": [
+                {"rule": n, "found": float(f.mean())} | {f"depth {d}": float(x) for d, x in enumerate(f.mean(1))}
+                for n, f in found.items()
             ],
-            "time of a prompt": _times(cfg, model, texts, middle),
+            f"a prompt, density {density}": times,
+            "predictor, unseen sequences": _quality(counts, f1),
         },
-        claims=claims,
+        claims=_claims(cfg, density, recall, loss, ratio, found, f1),
         figures={"needles": lambda f: _heat_map(f, found), "recall": lambda f: _draw_recall(f, cfg, recall)},
         notes=[
-            f"Text: {source}; {cfg.texts} texts of {cfg.length} tokens. Intervals: 95%, bootstrap over texts.",
+            f"Text: {source}; {cfg.texts} texts of each length, of the half that the predictor never sees. Intervals: "
+            "95%, bootstrap over texts (F1: over sequences; needles: over needles).",
             f"Blocks of {dhsa_rules.BQ} queries and {dhsa_rules.BK} keys; density is a share of all key blocks. "
-            "Query heads of a key/value head share a list.",
+            "Query heads of a key/value head share a list. A row holds more where the rule forces more.",
+            f"Predictor: {cfg.train_sequences} sequences of 512 tokens, every {_stride(model)}th layer, "
+            f"{EPOCHS} epochs of Adam at {RATE:g}.",
             f"Needles: {cfg.needles} at each of {cfg.depths} depths, {cfg.needle_length} tokens; decoding is dense.",
+            "Memory: temporary arrays of the compiled prefill, weights and cache apart.",
         ],
     )
+
+
+def _claims(cfg: Config, density: float, recall, loss, ratio, found, f1: core.Estimate) -> list[core.Claim]:
+    """The success numbers of the method's laptop experiment; "fixed" is this library's default, DHSA below."""
+    j, place = cfg.densities.index(density), {n: i for i, n in enumerate(cfg.rules)}
+
+    def gain(values: np.ndarray, rule: str, other: str) -> core.Estimate:
+        return _spread(values[:, j, place[rule]] - values[:, j, place[other]])
+
+    claims = [
+        core.Claim(f"{n} tokens: mass recall of DHSA over block top-k", gain(values, "fixed", "topk"), ">=", 0.03)
+        for n, values in recall.items()
+    ]
+    worse = core.bootstrap_interval(lambda x: np.exp(x.mean()), loss["topk"] - loss["fixed"])
+    pairs = [found[n].reshape(-1).astype(float) for n in ("fixed", "dense")]
+    share = core.bootstrap_interval(lambda a, b: a.mean() / b.mean() if b.any() else np.nan, *pairs)
+    claims += [
+        core.Claim("perplexity of DHSA over dense", ratio["fixed"], "<=", 1.03),
+        core.Claim("perplexity of block top-k over DHSA", worse, ">", 1),
+        core.Claim("needles found by DHSA over dense", share, ">=", 0.9),
+        core.Claim("F1 of the predictor on unseen text", f1, ">=", 0.5),
+    ]
+    rivals = [n for n in ("fixed", "similarity") if n in place]
+    return claims + [
+        core.Claim(f"{n} tokens: mass recall of predicted over {rival} chunks", gain(v, "predicted", rival), ">", 0)
+        for rival in rivals
+        for n, v in recall.items()
+    ]
 
 
 def _ids(cfg: Config, model) -> tuple[np.ndarray, str]:
@@ -166,8 +204,15 @@ def _spread(values: np.ndarray) -> core.Estimate:
     return core.bootstrap_interval(np.mean, values)
 
 
-def _predictor(cfg: Config, model, ids: np.ndarray) -> tuple[dhsa_rules.Box, float]:
-    """A predictor trained on the first half of the text; its F1 on windows of the second half."""
+def _stride(model) -> int:
+    return max(1, model.cfg.num_layers // 6)
+
+
+def _predictor(cfg: Config, folder: core.RunDir, model, seen: np.ndarray, unseen: np.ndarray):
+    """A predictor trained on one half of the text, and how it does on the other: ``(Box, counts [4, sequences])``.
+
+    Counts of boundaries both said and true, said, true, and of places.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -175,8 +220,10 @@ def _predictor(cfg: Config, model, ids: np.ndarray) -> tuple[dhsa_rules.Box, flo
     from jaxmeth.attention import dhsa
 
     layers, width = model.cfg.num_layers, model.cfg.num_kv_heads * model.cfg.head_dim
-    chosen = np.arange(0, layers, max(1, layers // 10))
+    chosen = np.arange(0, layers, _stride(model))
     tap = dhsa_rules.label_tap()
+    start, order = jax.random.split(jax.random.key(cfg.seed))
+    initial = dhsa.boundary_predictor_init(start, width)
 
     @jax.jit
     def labelled(params, tokens):
@@ -184,20 +231,31 @@ def _predictor(cfg: Config, model, ids: np.ndarray) -> tuple[dhsa_rules.Box, flo
         keys, ratio = models.apply(params, model.cfg, tokens[None], attend=tap, state=state).state
         return keys[chosen], ratio[chosen]
 
-    half = len(ids) // 2
-    seen = _windows(ids[:half], cfg.train_sequences, 512)
-    unseen = _windows(ids[half:], max(2, cfg.train_sequences // 8), 512)
-    made = [labelled(model.params, jnp.asarray(t)) for t in core.progress([*seen, *unseen], description="labels")]
-    keys, ratio = (jnp.stack([m[i] for m in made]) for i in (0, 1))
-    start, order = jax.random.split(jax.random.key(cfg.seed))
-    params = dhsa.boundary_predictor_init(start, width)
-    n = len(seen)
-    params, _ = dhsa.train_boundary_predictor(order, params, keys[:n], ratio[:n], dhsa.PredictorTraining(epochs=4))
-    logits = jax.jit(jax.vmap(lambda x: dhsa.boundary_logits(params, x)))(keys[n:])
-    inside = slice(7, 512 - 8)
-    said, true = np.asarray(logits)[..., inside] > 0, np.asarray(ratio[n:])[..., inside] >= 2
-    f1 = 2 * (said & true).sum() / max(1, said.sum() + true.sum())
-    return dhsa_rules.Box(params), float(f1)
+    def trained() -> dict[str, np.ndarray]:
+        parts = [*_windows(seen, cfg.train_sequences, 512), *_windows(unseen, max(2, cfg.train_sequences // 8), 512)]
+        made = [labelled(model.params, jnp.asarray(t)) for t in core.progress(parts, description="labels")]
+        keys, ratio = (jnp.stack([m[i] for m in made]) for i in (0, 1))
+        n, how = cfg.train_sequences, dhsa.PredictorTraining(learning_rate=RATE, epochs=EPOCHS)
+        params, losses = dhsa.train_boundary_predictor(order, initial, keys[:n], ratio[:n], how)
+        logits = jax.lax.map(lambda x: dhsa.boundary_logits(params, x), keys[n:])
+        inside = slice(7, 512 - 8)
+        said, true = np.asarray(logits)[..., inside] > 0, np.asarray(ratio[n:])[..., inside] >= 2
+        counts = np.stack([x.sum((1, 2)) for x in (said & true, said, true, np.ones_like(true))])
+        leaves = {f"leaf{i}": leaf for i, leaf in enumerate(jax.tree.leaves(params))}
+        return leaves | {"counts": counts, "losses": losses}
+
+    stored = folder.cached("predictor", trained)
+    leaves = [jnp.asarray(stored[f"leaf{i}"]) for i in range(len(jax.tree.leaves(initial)))]
+    for i, value in enumerate(stored["losses"]):
+        folder.log(i, "predictor", loss=float(value))
+    return dhsa_rules.Box(jax.tree.unflatten(jax.tree.structure(initial), leaves)), stored["counts"]
+
+
+def _quality(counts: np.ndarray, f1: core.Estimate) -> core.Rows:
+    hit, said, true, places = counts.sum(1)
+    rate = true / places
+    trained = {"says": "predictor", "precision": hit / max(1, said), "recall": hit / true, "F1": f1}
+    return [trained, {"says": "a boundary everywhere", "precision": rate, "recall": 1.0, "F1": 2 * rate / (1 + rate)}]
 
 
 def _recall(cfg: Config, folder: core.RunDir, model, texts: np.ndarray, box) -> np.ndarray:
@@ -208,45 +266,50 @@ def _recall(cfg: Config, folder: core.RunDir, model, texts: np.ndarray, box) -> 
 
     tap = dhsa_rules.recall_tap(cfg.rules, cfg.densities, box)
     shape = (model.cfg.num_layers, len(cfg.densities), len(cfg.rules))
-    found = []
-    for i, text in enumerate(core.progress(texts, description="recall")):
+
+    def compute(text: np.ndarray) -> dict[str, np.ndarray]:
         state = models.apply(model.params, model.cfg, jnp.asarray(text)[None], attend=tap, state=jnp.zeros(shape)).state
-        found.append(np.asarray(state).mean(0))
-        folder.log(i, "recall", **{f"{n} {d}": float(v) for d, row in zip(cfg.densities, found[-1], strict=True)
-                                   for n, v in zip(cfg.rules, row, strict=True)})  # fmt: skip
+        return {"v": np.asarray(state).mean(0)}
+
+    length, found = texts.shape[1], []
+    for i, text in enumerate(core.progress(texts, description=f"recall at {length}")):
+        found.append(folder.cached(f"recall-{length}-{i}", lambda t=text: compute(t))["v"])
+        folder.log(i, f"recall {length}", **{f"{n} {d}": float(v) for d, r in zip(cfg.densities, found[-1], strict=True)
+                                             for n, v in zip(cfg.rules, r, strict=True)})  # fmt: skip
     return np.stack(found)
 
 
-def _losses(cfg: Config, folder: core.RunDir, model, texts: np.ndarray, box) -> dict[str, np.ndarray]:
+def _losses(cfg: Config, folder: core.RunDir, model, texts: np.ndarray, box, density: float) -> dict[str, np.ndarray]:
     """Mean negative log-likelihood of the last tokens of each text, by rule."""
     import jax
     import jax.numpy as jnp
 
     from jaxmeth import models
 
-    density = 0.125 if 0.125 in cfg.densities else cfg.densities[0]
-    found = {}
-    for name in core.progress(("dense", *cfg.rules), description="perplexity"):
+    def compute(name: str) -> dict[str, np.ndarray]:
         attend = dhsa_rules.attend(name, density, box)
 
         @jax.jit
-        def loss(params, tokens, attend=attend):
+        def loss(params, tokens):
             logits = models.apply(params, model.cfg, tokens[None], attend=attend).logits[0, -cfg.scored - 1 : -1]
             logp = jax.nn.log_softmax(logits, axis=-1)
             return -jnp.mean(jnp.take_along_axis(logp, tokens[-cfg.scored :, None], axis=-1))
 
-        found[name] = np.array([float(loss(model.params, jnp.asarray(t))) for t in texts])
-        folder.log(0, "perplexity", **{name: float(found[name].mean())})
+        return {"v": np.array([float(loss(model.params, jnp.asarray(t))) for t in texts])}
+
+    found = {}
+    for name in core.progress(("dense", *cfg.rules), description="perplexity"):
+        found[name] = folder.cached(f"loss-{name.replace('+', '-')}", lambda n=name: compute(n))["v"]
+        folder.log(0, "perplexity", **{name: float(np.exp(found[name].mean()))})
     return found
 
 
-def _needles(cfg: Config, folder: core.RunDir, model, ids: np.ndarray, box) -> dict[str, np.ndarray]:
+def _needles(cfg: Config, folder: core.RunDir, model, ids: np.ndarray, box, density: float) -> dict[str, np.ndarray]:
     """Whether the hidden number is the answer, ``[depths, needles]`` by rule."""
     import jax
 
     from jaxmeth import models
 
-    density = 0.125 if 0.125 in cfg.densities else cfg.densities[0]
     rng = np.random.default_rng(cfg.seed)
     encode = lambda text: np.asarray(model.tokenizer.encode(text).ids, np.int32)  # noqa: E731
     question = encode("\nQuestion: What is the secret number?\nAnswer: The secret number is")
@@ -261,8 +324,8 @@ def _needles(cfg: Config, folder: core.RunDir, model, ids: np.ndarray, box) -> d
             prompts.append(np.concatenate([filler[:at], needle, filler[at:], question]))
             answers.append(number)
     prompts = np.stack(prompts)
-    found = {}
-    for name in core.progress(("dense", *cfg.rules), description="needles"):
+
+    def compute(name: str) -> dict[str, np.ndarray]:
         attend = dhsa_rules.attend(name, density, box)
         texts = []
         for row in prompts:
@@ -272,32 +335,13 @@ def _needles(cfg: Config, folder: core.RunDir, model, ids: np.ndarray, box) -> d
             ).tokens  # fmt: skip
             texts.append(model.tokenizer.decode(np.asarray(new)[0].tolist()))
         right = [a in t for a, t in zip(answers, texts, strict=True)]
-        found[name] = np.array(right).reshape(cfg.depths, cfg.needles)
+        return {"v": np.array(right).reshape(cfg.depths, cfg.needles)}
+
+    found = {}
+    for name in core.progress(("dense", *cfg.rules), description="needles"):
+        found[name] = folder.cached(f"needles-{name.replace('+', '-')}", lambda n=name: compute(n))["v"]
         folder.log(0, "needles", **{name: float(found[name].mean())})
     return found
-
-
-def _times(cfg: Config, model, texts: np.ndarray, density: float) -> core.Rows:
-    import jax
-    import jax.numpy as jnp
-
-    from jaxmeth import models
-
-    tokens = jnp.asarray(texts[0])[None]
-    rows = []
-    for name in ("dense", "fixed"):
-        attend = dhsa_rules.attend(name, density)
-        call = lambda attend=attend: jax.block_until_ready(  # noqa: E731
-            models.apply(model.params, model.cfg, tokens, attend=attend).hidden
-        )
-        call()
-        taken = []
-        for _ in range(3):
-            start = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - start)
-        rows.append({"rule": name, "tokens": cfg.length, "seconds": float(np.median(taken))})
-    return rows
 
 
 def _heat_map(figure, found: dict[str, np.ndarray]) -> None:
@@ -311,12 +355,14 @@ def _heat_map(figure, found: dict[str, np.ndarray]) -> None:
     figure.colorbar(image)
 
 
-def _draw_recall(figure, cfg: Config, recall: np.ndarray) -> None:
-    ax = figure.subplots()
-    for i, name in enumerate(cfg.rules):
-        ax.plot(cfg.densities, recall[:, :, i].mean(0), marker="o", label=name)
-    ax.set(xlabel="density", ylabel="share of attention mass covered", title="Attention-mass recall")
-    ax.legend(fontsize=8)
+def _draw_recall(figure, cfg: Config, recall: dict[int, np.ndarray]) -> None:
+    axes = figure.subplots(1, len(recall), sharey=True, squeeze=False)[0]
+    for ax, (length, values) in zip(axes, recall.items(), strict=True):
+        for i, name in enumerate(cfg.rules):
+            ax.plot(cfg.densities, values[:, :, i].mean(0), marker="o", label=name)
+        ax.set(xlabel="density", title=f"{length} tokens")
+    axes[0].set(ylabel="share of attention mass covered")
+    axes[0].legend(fontsize=8)
 
 
 def _shapes(cfg: Config) -> core.Result:
@@ -327,7 +373,7 @@ def _shapes(cfg: Config) -> core.Result:
     from jaxmeth.attention import dhsa
 
     shape = jax.ShapeDtypeStruct
-    q, k = (shape((1, h, cfg.length, 128), jnp.bfloat16) for h in (32, 8))
+    q, k = (shape((1, h, cfg.lengths[0], 128), jnp.bfloat16) for h in (32, 8))
     rows = []
     for rule in ("vs", "vsb", "chunk"):
         settings = dhsa.DHSAConfig(bk=32, rule=rule)

@@ -1,6 +1,8 @@
 """The rules that the DHSA experiment compares, as key-block lists and as attention functions of a decoder."""
 
 import functools
+import statistics
+import time
 from typing import Any
 
 BQ, BK = 128, 64
@@ -38,8 +40,11 @@ def block_mass(q: Any, k: Any, scale: float) -> tuple[Any, Any]:
     return mass, total / heads
 
 
-def lists(name: str, density: float, q: Any, k: Any, predictor: Any, layer: Any, scale: float):
-    """``BlockList`` of a rule, the same number of blocks T in every row of every rule (more only where forced)."""
+def lists(name: str, density: float, q: Any, k: Any, predictor: Any, layer: Any, scale: float, mass: Any = None):
+    """``BlockList`` of a rule, the same number of blocks T in every row of every rule (more only where forced).
+
+    ``mass [B, H, nq, nk]`` is the true attention that "oracle" chooses by; computed where not given.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -62,7 +67,7 @@ def lists(name: str, density: float, q: Any, k: Any, predictor: Any, layer: Any,
             value = jax.random.uniform(jax.random.fold_in(jax.random.key(0), layer), shape)
             value = jnp.where((j == 0) | (j >= i * BQ // BK), jnp.inf, value)
         else:
-            mass = jax.vmap(lambda q, k: block_mass(q, k, scale)[0])(q, k)
+            mass = jax.vmap(lambda q, k: block_mass(q, k, scale)[0])(q, k) if mass is None else mass
             value = mass.reshape(batch, kv_heads, -1, rows, blocks).mean(2)
         _, idx = jax.lax.top_k(jnp.where(j <= rec, value, -jnp.inf), budget)
         count = jnp.broadcast_to(jnp.minimum(rec[:, 0] + 1, budget), shape[:3]).astype(jnp.int32)
@@ -109,7 +114,7 @@ def recall_tap(names: tuple[str, ...], densities: tuple[float, ...], box: Box | 
         found = []
         for density in densities:
             for name in names:
-                chosen = lists(name, density, q, k, box and box.params, ctx.layer, ctx.scale)
+                chosen = lists(name, density, q, k, box and box.params, ctx.layer, ctx.scale, mass[None])
                 mask = dhsa.dense_from_blocks(chosen, blocks)[0]
                 mask = jnp.repeat(mask, mass.shape[0] // mask.shape[0], axis=0)
                 # The last block of queries may be short.
@@ -131,3 +136,35 @@ def label_tap():
         return out, (jnp.moveaxis(k[0], 0, 1).reshape(k.shape[2], -1), dhsa.boundary_labels(mean))
 
     return function
+
+
+def prompt_costs(model, lengths: tuple[int, ...], density: float) -> list[dict[str, Any]]:
+    """Seconds of a whole-model prompt and megabytes of its temporary arrays, dense and by the default rule."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxmeth import models
+
+    rows = []
+    for length in lengths:
+        tokens = jnp.ones((1, length), jnp.int32)
+        calls, memory = {}, {}
+        for name in ("dense", "fixed"):
+            function = attend(name, density)
+            hidden = jax.jit(lambda p, t, f=function: models.apply(p, model.cfg, t, attend=f).hidden)
+            calls[name] = hidden.lower(model.params, tokens).compile()
+            memory[name] = calls[name].memory_analysis().temp_size_in_bytes / 2**20
+        taken = {name: [] for name in calls}
+        for turn in range(4):
+            for name, call in calls.items():
+                start = time.perf_counter()
+                jax.block_until_ready(call(model.params, tokens))
+                if turn:
+                    taken[name].append(time.perf_counter() - start)
+        gain = statistics.median(d / f for d, f in zip(taken["dense"], taken["fixed"], strict=True))
+        rows += [
+            {"rule": name, "tokens": length, "seconds": statistics.median(seconds), "temporary MB": memory[name],
+             "faster than dense": gain if name == "fixed" else 1.0}
+            for name, seconds in taken.items()
+        ]  # fmt: skip
+    return rows
