@@ -16,7 +16,7 @@ Expected: error of the rounded inputs (laptop, measured; no rotation 0.309, full
 
 and, rounding the down projection alone to nearest (smoke, 512 tokens only), a lower perplexity with MassDiff than
 without an order at b=16, W4A4; the full table of perplexities takes the laptop preset.
-Minutes: smoke 2, laptop 25 (estimated: no undisturbed run yet).
+Minutes: smoke 2, laptop 40 (estimated: no undisturbed run yet).
 """
 
 import functools
@@ -31,7 +31,7 @@ from experiments.perq_inputs import Lab
 
 ABOUT = core.About(
     claim="Permuting channels by mass before a block rotation saves perplexity at four bits.",
-    minutes={"smoke": 2, "laptop": 25},
+    minutes={"smoke": 2, "laptop": 40},
     needs="SmolLM2-135M",
     knob="batch",
 )

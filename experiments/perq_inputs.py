@@ -70,19 +70,16 @@ def _measure(lab: Lab, orders: np.ndarray, block: int | None) -> np.ndarray:
     from jaxmeth import quant
     from jaxmeth.quant import layerwise
 
-    def product(a, b):
-        return jnp.matmul(a, b.T, precision="highest")
-
     def one(x, w, idx):
         turn = (lambda a: a) if block is None else (lambda a: quant.block_hadamard(a, block))
         y, v = turn(x[:, idx]), turn(w[:, idx])
         yq = quant.fake_quantize_act(y, lab.cfg.bits)
-        vq = quant.dequantize(quant.quantize_weight(v, lab.cfg.bits))
+        exact, rounded = quant.QTensor(v, bits=None), quant.quantize_weight(v, lab.cfg.bits)
         top = lambda a: jnp.abs(a).max(1).mean()  # noqa: E731
         size = jnp.linalg.norm
-        exact = product(y, v)
-        outputs = [size(product(a, b) - exact) / size(exact) for a, b in ((yq, v), (y, vq), (yq, vq))]
-        return jnp.stack([size(yq - y) / size(y), top(y) / top(x), size(vq - v) / size(v), *outputs])
+        weight_error = size(quant.dequantize(rounded) - v) / size(v)
+        outputs = [quant.relative_error(v, q, y, a) for q, a in ((exact, yq), (rounded, y), (rounded, yq))]
+        return jnp.stack([size(yq - y) / size(y), top(y) / top(x), weight_error, *outputs])
 
     @jax.jit
     def measure(params, tokens, orders):

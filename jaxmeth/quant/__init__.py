@@ -42,6 +42,7 @@ from jaxmeth.quant.rounding import (
     gptq,
     qronos,
     quantize_weight,
+    relative_error,
     rtn,
 )
 
@@ -91,6 +92,7 @@ __all__ = [
     "quantize_weight",
     "random_perm",
     "refuses_r1",
+    "relative_error",
     "rotate_params",
     "round_params",
     "rtn",

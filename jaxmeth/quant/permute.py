@@ -84,11 +84,12 @@ def channel_mass(x: Float[Array, "T d"]) -> Float[Array, " d"]:
     """Mean |x| of each channel in float32 or better. Raises: ConfigError for no tokens, NaN or infinity."""
     if x.shape[0] == 0:
         raise ConfigError("x: found no tokens, expected at least one")
-    _finite(x, "x")
+    check_numbers(x, "x")
     return jnp.abs(x.astype(jnp.promote_types(x.dtype, jnp.float32))).mean(0)
 
 
-def _finite(x: Array, name: str) -> None:
+def check_numbers(x: Array, name: str) -> None:
+    """Raises: ConfigError for NaN or infinity (outside jit)."""
     if is_concrete(x) and not bool(jnp.isfinite(x).all()):
         raise ConfigError(f"{name}: found NaN or infinity, expected finite numbers")
 
@@ -97,7 +98,7 @@ def _check(values: Array, block: int, name: str) -> None:
     d = values.shape[-1]
     if isinstance(block, bool) or not isinstance(block, int) or block < 1 or d % block:
         raise ConfigError(f"block: found {block!r}, expected a whole number that divides the width {d}")
-    _finite(values, name)
+    check_numbers(values, name)
 
 
 def massdiff(mass: Float[Array, " d"], block: int, low: Float[Array, " d"] | None = None) -> Int[Array, " d"]:
@@ -129,6 +130,8 @@ def massdiff(mass: Float[Array, " d"], block: int, low: Float[Array, " d"] | Non
       mean at each step; adding one candidate to every block leaves the argmin alone, so scalars suffice.
     """
     _check(mass, block, "mass")
+    if low is not None:
+        check_numbers(low, "low")
     return _massdiff(mass, jnp.zeros_like(mass) if low is None else low, block)
 
 
@@ -171,7 +174,7 @@ def zigzag(absmax: Float[Array, " d"], block: int) -> Int[Array, " d"]:
 
 def absmax_order(absmax: Float[Array, " d"]) -> Int[Array, " d"]:
     """Channels from the largest ``max |x|`` down: outliers together, the adversary among the baselines."""
-    _finite(absmax, "absmax")
+    check_numbers(absmax, "absmax")
     return jnp.argsort(-absmax, stable=True)
 
 

@@ -73,6 +73,14 @@ class PerqConfig:
         for name in ("weight_bits", "act_bits"):
             if getattr(self, name) is not None:
                 check_bits(getattr(self, name), name)
+        for name in ("r3", "r1_block", "group"):
+            found = getattr(self, name)
+            if found is not None and (isinstance(found, bool) or not isinstance(found, int) or found < 1):
+                raise ConfigError(f"{name}: found {found!r}, expected a whole number above 0, or None")
+        if not isinstance(self.rounding, Rounding):
+            raise ConfigError(f"rounding: found {self.rounding!r}, expected a strategy such as rtn() or by_qronos()")
+        if not callable(self.permute):
+            raise ConfigError(f"permute: found {self.permute!r}, expected a strategy such as by_mass")
         unknown = [t for t in self.targets if t not in ALL_LINEAR]
         if unknown or not self.targets:
             raise ConfigError(f"targets: found {self.targets!r}, expected some of {', '.join(ALL_LINEAR)}")
@@ -167,7 +175,7 @@ def _permute_hidden(params, cfg, batches, config: PerqConfig, skipped: list[str]
     width, block = cfg.intermediate_size, config.r3
     if block is None:
         return params, None, None, None
-    if block < 1 or width % block or not has_hadamard(block):
+    if width % block or not has_hadamard(block):
         skipped.append(f"R3, P3: found a width of {width}, expected blocks of {block} to divide it")
         return params, None, None, None
     stats = layerwise.masses(params, cfg, batches, "mlp.down")

@@ -12,6 +12,7 @@ from jaxmeth.kernels.hadamard_quantize import hadamard_quantize
 from jaxmeth.kernels.quantized_matmul import quantized_matmul
 from jaxmeth.models.layers import linear
 from jaxmeth.quant.hadamard import ONE_PRODUCT, block_hadamard, hadamard
+from jaxmeth.quant.permute import check_numbers
 from jaxmeth.types import ConfigError
 
 SCALE_FLOOR = 1e-12
@@ -153,7 +154,9 @@ def _act_grid(x: Float[Array, "*n d"], bits: int) -> tuple[Array, Array, Array]:
     levels = 2**bits - 1
     exact = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     low, high = (f(exact, axis=-1, keepdims=True, initial=0.0) for f in (jnp.min, jnp.max))
-    scale = jnp.maximum((high - low) / levels, SCALE_FLOOR)
+    span = high - low
+    step = jnp.where(jnp.isinf(span), high / levels - low / levels, span / levels)
+    scale = jnp.maximum(step, SCALE_FLOOR)
     zero = round_through(-low / scale)
     return jnp.clip(round_through(exact / scale) + zero, 0, levels), scale, zero
 
@@ -171,16 +174,17 @@ def quantize_act(x: Float[Array, "*n d"], bits: int = 4) -> QTensor:
     Returns:
       ``QTensor``, q uint8 ``[..., d]``, scale and zero ``[..., 1]``. A token of zeros stays zeros: s is at least 1e-12.
 
-    Raises: ConfigError for bits outside 2 to 8.
+    Raises: ConfigError for bits outside 2 to 8, NaN or infinity (outside jit; inside, such a token gives NaN).
     Reference: arXiv 2601.22347, dynamic per-token asymmetric activation quantisation.
     """
     check_bits(bits)
+    check_numbers(x, "x")
     q, scale, zero = _act_grid(x, bits)
     return QTensor(q.astype(jnp.uint8), scale, zero, bits=bits)
 
 
 def fake_quantize_act(x: Float[Array, "*n d"], bits: int) -> Float[Array, "*n d"]:
-    """``dequantize(quantize_act(x))`` in the dtype of x, with straight-through gradients."""
+    """``dequantize(quantize_act(x))`` in the dtype of x, with straight-through gradients; nothing is checked."""
     check_bits(bits, "act_bits")
     q, scale, zero = _act_grid(x, bits)
     return ((q - zero) * scale).astype(x.dtype)

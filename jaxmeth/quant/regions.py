@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from jaxmeth.models import DecoderConfig
 from jaxmeth.quant.hadamard import block_hadamard, check_block
@@ -17,6 +17,7 @@ from jaxmeth.quant.qtensor import QTensor
 from jaxmeth.types import ConfigError, Params, WeightsError, is_concrete
 
 HIGHEST = jax.lax.Precision.HIGHEST
+NOT_ORTHONORMAL = 1e-2  # far above what float32 leaves, far below what changes the function
 
 
 def get(params: Params, path: str):
@@ -124,13 +125,13 @@ def _check_order(idx: Int[Array, "*l d"], parts: int) -> None:
         raise ConfigError(f"idx: found channels moved across heads, expected orders within {parts} heads")
 
 
-def permute_params(params: Params, region: Region, idx: Int[Array, "*l d"]) -> Params:
+def permute_params(params: Params, region: tuple, idx: Num[Array, "*l d"]) -> Params:
     r"""Give the channels of a region another order: new channel p is old channel ``idx[p]``, everywhere alike.
 
     .. math:: \Phi(X W_1) W_2 = \Phi(X W_1 P) P^\top W_2
 
     Args:
-      region: of ``stream_region``, ``value_region``, ``hidden_region``, or your own.
+      region: a ``Region``, of ``stream_region``, ``value_region``, ``hidden_region``, or your own.
       idx: ``[d]`` for all layers or ``[L, d]``.
 
     Returns:
@@ -140,6 +141,10 @@ def permute_params(params: Params, region: Region, idx: Int[Array, "*l d"]) -> P
       already; where (outside jit) idx is no permutation or moves channels across heads.
     Reference: arXiv 2601.22347, permutation equivariance.
     """
+    if not isinstance(region, Region):
+        raise ConfigError(f"region: found {region!r}, expected a Region")
+    if not jnp.issubdtype(idx.dtype, jnp.integer):
+        raise ConfigError(f"idx: found {idx.dtype}, expected integers")
     parts = max(region.heads, 1)
     if idx.shape[-1] % parts:
         raise ConfigError(f"idx: found {idx.shape[-1]} channels, expected a multiple of {parts} heads")
@@ -252,6 +257,15 @@ def _rotate_values(params: Params, cfg: DecoderConfig, r: Float[Array, "*l D D"]
     return params
 
 
+def _check_orthonormal(r: Float[Array, "*l n n"] | None, name: str) -> None:
+    if r is None or not is_concrete(r) or r.shape[-1] != r.shape[-2]:
+        return  # shapes are checked against the model
+    eye = jnp.broadcast_to(jnp.eye(r.shape[-1], dtype=r.dtype), r.shape)
+    gap = float(jnp.abs(_product(r, jnp.swapaxes(r, -1, -2), r.dtype) - eye).max())
+    if not gap <= NOT_ORTHONORMAL:
+        raise ConfigError(f"{name}: found a matrix {gap:.2g} from orthonormal, expected at most {NOT_ORTHONORMAL}")
+
+
 def rotate_params(params: Params, cfg: DecoderConfig, plan: RotationPlan) -> tuple[Params, DecoderConfig]:
     r"""Rotate the residual stream, the value heads and the input of the down projection.
 
@@ -265,10 +279,13 @@ def rotate_params(params: Params, cfg: DecoderConfig, plan: RotationPlan) -> tup
       Parameters of the same function, and the configuration they belong to.
 
     Raises: ConfigError for R1 in a family that does not admit it (a post-norm or a LayerNorm, see ``refuses_r1``), for
-      matrices of another size, a block that does not divide the width, or weights quantised already.
+      matrices of another size or (outside jit) not orthonormal, a block that does not divide the width, or weights
+      quantised already.
     Reference: Liu et al., SpinQuant, arXiv 2405.16406, figure 1; arXiv 2601.22347. Reconstruction: which families
       admit R1.
     """
+    for name in ("r1", "r2"):
+        _check_orthonormal(getattr(plan, name), name)
     if plan.r1 is not None:
         params, cfg = fold_norms(params, cfg)
         params = _rotate_stream(params, cfg, plan.r1)

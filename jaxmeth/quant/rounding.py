@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.scipy.linalg import cho_solve
 from jaxtyping import Array, Float
 
-from jaxmeth.quant.permute import _finite
+from jaxmeth.quant.permute import check_numbers
 from jaxmeth.quant.qtensor import QTensor, check_bits, dequantize, round_through
-from jaxmeth.types import ConfigError
+from jaxmeth.types import ConfigError, is_concrete
 
 HIGHEST = jax.lax.Precision.HIGHEST
 COLUMNS_AT_ONCE = 64
@@ -24,21 +24,27 @@ def _grid(w: Float[Array, "o i"], bits: int, group: int | None) -> Float[Array, 
     top = 2 ** (bits - 1) - 1
     if group is not None and (group < 1 or w.shape[1] % group):
         raise ConfigError(f"group: found {group}, expected a whole number that divides the width {w.shape[1]}")
-    runs = w.reshape(w.shape[0], -1, group or w.shape[1])
+    groups = w.shape[1] // group if group else 1
+    runs = w.reshape(w.shape[0], groups, w.shape[1] // groups)
     peak = jnp.abs(runs).max(-1, initial=0.0)
     return jnp.where(peak == 0, 1.0, peak) / top
+
+
+def _runs(w: Float[Array, "o i"], scale: Float[Array, "o g"]) -> Float[Array, "o g r"]:
+    """Columns that share a scale."""
+    return w.reshape(*scale.shape, w.shape[1] // scale.shape[1])
 
 
 def _nearest(w: Float[Array, "o i"], scale: Float[Array, "o g"], bits: int) -> Float[Array, "o i"]:
     """Codes as floats."""
     top = 2 ** (bits - 1) - 1
-    runs = w.reshape(*scale.shape, -1) / scale[..., None]
+    runs = _runs(w, scale) / scale[..., None]
     return jnp.clip(round_through(runs), -top, top).reshape(w.shape)
 
 
 def _exact(w: Float[Array, "o i"], bits: int) -> Float[Array, "o i"]:
     check_bits(bits)
-    _finite(w, "w")
+    check_numbers(w, "w")
     return w.astype(jnp.promote_types(w.dtype, jnp.float32))
 
 
@@ -74,7 +80,7 @@ def quantize_weight(
 def _best_shrink(w: Float[Array, "o i"], scale: Float[Array, "o g"], bits: int) -> Float[Array, "o g"]:
     def error(k):
         s = scale * (k / SHRINKS)
-        gap = w.reshape(*s.shape, -1) - _nearest(w, s, bits).reshape(*s.shape, -1) * s[..., None]
+        gap = _runs(w, s) - _runs(_nearest(w, s, bits), s) * s[..., None]
         return jnp.square(gap).sum(-1)
 
     def better(k, best):
@@ -91,7 +97,7 @@ def _best_shrink(w: Float[Array, "o i"], scale: Float[Array, "o g"], bits: int) 
 def fake_quantize_weight(w: Float[Array, "o i"], bits: int, group: int | None = None) -> Float[Array, "o i"]:
     """``dequantize(quantize_weight(w))`` with straight-through gradients, the scale's included."""
     s = _grid(w, bits, group)
-    return (_nearest(w, s, bits).reshape(*s.shape, -1) * s[..., None]).reshape(w.shape)
+    return (_runs(_nearest(w, s, bits), s) * s[..., None]).reshape(w.shape)
 
 
 def _columns(
@@ -149,7 +155,7 @@ def _problem(w, hessian, bits: int, group: int | None, act_order: bool) -> tuple
     """The problem, and the scale ``[out, g]`` of the weight as given."""
     exact = _exact(w, bits)
     h = hessian.astype(exact.dtype)
-    _finite(h, "H")
+    check_numbers(h, "H")
     n = exact.shape[1]
     if h.shape != (n, n):
         raise ConfigError(f"H: found shape {h.shape}, expected {(n, n)}, the inputs of the weight")
@@ -171,7 +177,17 @@ def _finish(codes: Float[Array, "i o"], problem: _Problem, scale: Float[Array, "
 def _gptq(w, hessian, damp, *, bits, group, act_order):
     problem, s = _problem(w, hessian, bits, group, act_order)
     h = problem.h + damp * jnp.mean(jnp.diag(problem.h)) * jnp.eye(problem.h.shape[0], dtype=problem.h.dtype)
-    return _finish(_columns(problem.w.T, _upper_factor(_inverse(h)), problem.scale.T, bits), problem, s, bits)
+    factor = _upper_factor(_inverse(h))
+    return _finish(_columns(problem.w.T, factor, problem.scale.T, bits), problem, s, bits), jnp.isfinite(factor).all()
+
+
+def _solved(result: tuple[QTensor, Array], name: str, damping: float | Array) -> QTensor:
+    """The rounded weight, where H could be factorised."""
+    rounded, solved = result
+    if is_concrete(solved) and not bool(solved):
+        raise ConfigError(f"H: found no Cholesky factor with {name} {damping}, expected a positive definite matrix "
+                          f"(a larger {name} makes it one)")  # fmt: skip
+    return rounded
 
 
 def gptq(
@@ -199,12 +215,13 @@ def gptq(
     Returns:
       ``QTensor`` as ``quantize_weight``.
 
-    Raises: ConfigError as ``quantize_weight``; H of another size, NaN or infinite.
+    Raises: ConfigError as ``quantize_weight``; H of another size, NaN or infinite, or (outside jit) not positive
+      definite with this damping.
     Reference: Frantar et al., GPTQ, arXiv 2210.17323, algorithm 1.
     """
     for name, value in (("w", w), ("H", hessian)):
-        _finite(value, name)
-    return _gptq(w, hessian, damp, bits=bits, group=group, act_order=act_order)
+        check_numbers(value, name)
+    return _solved(_gptq(w, hessian, damp, bits=bits, group=group, act_order=act_order), "damp", damp)
 
 
 def _largest_eigenvalue(h: Float[Array, "i i"]) -> Float[Array, ""]:
@@ -233,8 +250,9 @@ def _qronos(w, hessian, cross, alpha, *, bits, group, act_order):
     inverse = _inverse(h + lam * eye)
     rest = inverse[1:, 1:] - inverse[1:, :1] * inverse[:1, 1:] / inverse[0, 0]
     target = product(v, (g + lam * eye)[:, 1:]) - (code * scale)[:, None] * h[:1, 1:]
-    behind = _columns(product(target, rest).T, _upper_factor(rest), problem.scale[:, 1:].T, bits)
-    return _finish(jnp.concatenate([code[None], behind]), problem, s, bits)
+    factor = _upper_factor(rest)
+    behind = _columns(product(target, rest).T, factor, problem.scale[:, 1:].T, bits)
+    return _finish(jnp.concatenate([code[None], behind]), problem, s, bits), jnp.isfinite(factor).all()
 
 
 def qronos(
@@ -274,10 +292,10 @@ def qronos(
       GPTQ, after lam; the public code leaves them at round to nearest.
     """
     for name, value in (("w", w), ("H", hessian), ("G", cross)):
-        _finite(value, name)
+        check_numbers(value, name)
     if cross.shape != hessian.shape:
         raise ConfigError(f"G: found shape {cross.shape}, expected that of H, {hessian.shape}")
-    return _qronos(w, hessian, cross, alpha, bits=bits, group=group, act_order=act_order)
+    return _solved(_qronos(w, hessian, cross, alpha, bits=bits, group=group, act_order=act_order), "alpha", alpha)
 
 
 # --- the same as strategies ------------------------------------------------------------------------------------------

@@ -283,6 +283,10 @@ def test_what_perq_refuses(starred):
             quant.perq_star(weight_bits=bits)
     with pytest.raises(ConfigError, match="targets: found"):
         quant.perq_star(targets=("mlp.none",))
+    for name in ("r3", "r1_block", "group"):
+        for value in (0, -4, True):
+            with pytest.raises(ConfigError, match=f"{name}: found .*expected a whole number above 0"):
+                quant.perq_star(**{name: value})
     with pytest.raises(ConfigError, match="expected both above 0"):
         quant.CayleyConfig(steps=0)
 
@@ -303,6 +307,20 @@ def test_one_token_of_calibration():
     assert np.isfinite(logits(made, report.cfg, window(cfg))).all()
 
 
+def test_activations_that_overflow_and_dead_channels():
+    cfg, params = checkpoint("llama")[:2]
+    tokens = window(cfg)
+    up = params["layers"]["mlp"]["up"]["weight"]
+    gate = params["layers"]["mlp"]["gate"]["weight"]
+    large = quant.regions.put(params, "layers.mlp.up.weight", up * 1e30)
+    large = quant.regions.put(large, "layers.mlp.gate.weight", gate * 1e30)
+    with pytest.raises(ConfigError, match="calibration: found activations that are not finite"):
+        quant.perq(large, cfg, [tokens], quant.perq_star(r3=8, rounding=quant.rtn()))
+    dead = quant.regions.put(params, "layers.mlp.up.weight", up.at[:, ::2].set(0))
+    made, report = quant.perq(dead, cfg, [tokens], quant.perq_star(r3=8, targets=("mlp.down",)))
+    assert np.isfinite(logits(made, report.cfg, tokens)).all()
+
+
 def test_a_region_that_does_not_match_is_refused():
     cfg, params = checkpoint("llama")[:2]
     region = quant.hidden_region(cfg)
@@ -310,12 +328,19 @@ def test_a_region_that_does_not_match_is_refused():
         quant.permute_params(params, region._replace(rows=("layers.mlp.none.weight",)), jnp.arange(48))
     with pytest.raises(ConfigError, match="expected 32 channels"):
         quant.permute_params(params, region, jnp.arange(32))
+    with pytest.raises(ConfigError, match=r"region: found .*expected a Region"):
+        quant.permute_params(params, (region.rows, region.cols), jnp.arange(48))
+    with pytest.raises(ConfigError, match="idx: found float32, expected integers"):
+        quant.permute_params(params, region, jnp.arange(48.0))
     with pytest.raises(ConfigError, match="repeated or missing channels"):
         quant.permute_params(params, region, jnp.zeros(48, jnp.int32))
     with pytest.raises(ConfigError, match="across heads"):
         quant.permute_params(params, quant.value_region(cfg), jnp.arange(16)[::-1])
     with pytest.raises(ConfigError, match="r1: found shape"):
         quant.rotate_params(params, cfg, quant.RotationPlan(r1=jnp.eye(8)))
+    for plan in (quant.RotationPlan(r1=jnp.ones((32, 32))), quant.RotationPlan(r2=jnp.full((8, 8), jnp.nan))):
+        with pytest.raises(ConfigError, match=r"r[12]: found a matrix .* from orthonormal"):
+            quant.rotate_params(params, cfg, plan)
     with pytest.raises(ConfigError, match="r2: found shape"):
         quant.rotate_params(params, cfg, quant.RotationPlan(r2=jnp.eye(4)))
     with pytest.raises(ConfigError, match="r3: found 7"):

@@ -256,6 +256,11 @@ def test_degenerate_input():
     huge = jnp.ones((1, 6)).at[0, 2].set(1e30)
     for q in (quant.quantize_act(huge), quant.quantize_weight(huge)):
         np.testing.assert_allclose(quant.dequantize(q), jnp.zeros((1, 6)).at[0, 2].set(1e30), rtol=1e-6)
+    # A range beyond float32 and weights without rows or columns.
+    wide = quant.dequantize(quant.quantize_act(jnp.asarray([[3e38, -3e38, 0.0]])))
+    assert np.isfinite(wide).all()
+    for shape in ((0, 4), (3, 0)):
+        assert quant.dequantize(quant.quantize_weight(jnp.ones(shape))).shape == shape
     one = jnp.asarray([[3.0]])
     for q in (quant.quantize_act(one), quant.quantize_weight(one), quant.gptq(one, one), quant.qronos(one, one, one)):
         np.testing.assert_allclose(quant.dequantize(q), one, rtol=1e-6)
@@ -283,6 +288,17 @@ def test_bits_are_checked(bits):
 def test_what_is_not_finite_or_does_not_fit_is_refused():
     w, h = jnp.ones((2, 4)), jnp.eye(4)
     bad = w.at[0, 1].set(jnp.nan)
+    for value in (jnp.nan, jnp.inf):
+        with pytest.raises(ConfigError, match="x: found NaN or infinity"):
+            quant.quantize_act(w.at[0, 1].set(value))
+    for call in (
+        lambda: quant.gptq(w, -h),
+        lambda: quant.gptq(w, h, damp=float("nan")),
+        lambda: quant.qronos(w, -h, h),
+        lambda: quant.qronos(w, h, h, alpha=-2.0),
+    ):
+        with pytest.raises(ConfigError, match=r"H: found no Cholesky factor with (damp|alpha)"):
+            call()
     with pytest.raises(ConfigError, match="w: found NaN"):
         quant.quantize_weight(bad)
     with pytest.raises(ConfigError, match="w: found NaN"):

@@ -16,7 +16,9 @@ FLOOR = 1e-12
 def round_rows(y: Array, low: Array, high: Array, bits: int) -> tuple[Array, Array, Array]:
     """``(q - zero as floats, scale, zero)``; ``low`` and ``high`` hold 0."""
     levels = 2**bits - 1
-    scale = jnp.maximum((high - low) / levels, FLOOR)
+    span = high - low
+    step = jnp.where(jnp.isinf(span), high / levels - low / levels, span / levels)
+    scale = jnp.maximum(step, FLOOR)
     zero = _half_even(-low / scale)
     return jnp.clip(_half_even(y / scale), -zero, levels - zero), scale, zero
 
@@ -68,7 +70,8 @@ def hadamard_quantize(
       interpret: run a Pallas kernel on any machine, for tests.
 
     Returns:
-      ``(c int8 [M, d], s [M, 1], z [M, 1])``; y is about ``c s``. Rows of zeros give zeros.
+      ``(c int8 [M, d], s [M, 1], z [M, 1])``; y is about ``c s``. Rows of zeros give zeros. A row with NaN or infinity
+      has scale NaN or infinity; its codes mean nothing.
 
     Raises: ConfigError for bits, block or backend out of range.
     Reference: arXiv 2601.22347 (dynamic per-token quantisation after a block rotation); the fusion is a reconstruction.
