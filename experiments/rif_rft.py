@@ -19,8 +19,8 @@ Expected, laptop, pass rate .166 before, 8 seeds (each arm at its rate of the la
     GRPO with KL                 .105              -.005                   .19        1e-4
     RIF-RFT                      .137              -.005                   .86        3e-4
 
-GRPO forgets as much as SFT at matched gain (.007 [-.005, .047] less: undecided; RIF-RFT less SFT .037 [-.000, .065]), and
-so does SFT on its own right answers: at this size little is forgotten by anyone below the highest rate. Filtering costs
+Whether GRPO forgets less than SFT at matched gain is undecided (.007 [-.005, .047]; RIF-RFT .037 [-.000, .065]), and so
+it is for SFT on one's own right answers: little is forgotten by anyone below the highest rate. Filtering costs
 more than it saves (1.17x GRPO's rollouts) because 24 steps a task are few beside 8 answers to each of 128 instances; in
 the simulation, 300 steps long, it takes .59 [.57, .61].
 Minutes: smoke 1, laptop 25.
