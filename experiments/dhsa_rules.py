@@ -1,9 +1,11 @@
 """The rules that the DHSA experiment compares, as key-block lists and as attention functions of a decoder."""
 
 import functools
-import statistics
-import time
 from typing import Any
+
+import numpy as np
+
+from experiments.timing import interleaved
 
 BQ, BK = 128, 64
 # Rules that need no true attention; "fixed" is this library's default.
@@ -154,16 +156,11 @@ def prompt_costs(model, lengths: tuple[int, ...], density: float) -> list[dict[s
             hidden = jax.jit(lambda p, t, f=function: models.apply(p, model.cfg, t, attend=f).hidden)
             calls[name] = hidden.lower(model.params, tokens).compile()
             memory[name] = calls[name].memory_analysis().temp_size_in_bytes / 2**20
-        taken = {name: [] for name in calls}
-        for turn in range(4):
-            for name, call in calls.items():
-                start = time.perf_counter()
-                jax.block_until_ready(call(model.params, tokens))
-                if turn:
-                    taken[name].append(time.perf_counter() - start)
-        gain = statistics.median(d / f for d, f in zip(taken["dense"], taken["fixed"], strict=True))
+        runs = {n: (lambda f=f, t=tokens: jax.block_until_ready(f(model.params, t))) for n, f in calls.items()}
+        taken = interleaved(runs, 3)
+        gain = float(np.median(taken["dense"] / taken["fixed"]))
         rows += [
-            {"rule": name, "tokens": length, "seconds": statistics.median(seconds), "temporary MB": memory[name],
+            {"rule": name, "tokens": length, "seconds": float(np.median(seconds)), "temporary MB": memory[name],
              "faster than dense": gain if name == "fixed" else 1.0}
             for name, seconds in taken.items()
         ]  # fmt: skip

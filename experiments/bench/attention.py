@@ -14,26 +14,14 @@ interleaved in one process, peak memory each in a process of its own.
 import argparse
 import subprocess
 import sys
-import time
 
 import numpy as np
+
+from experiments.timing import interleaved
 
 HEADS, KV_HEADS, DIM = 9, 3, 64
 # Dense peak of the arithmetic type used, in FLOP/s, by the name JAX gives the device.
 PEAKS = {"NVIDIA H100": 495e12, "NVIDIA H200": 495e12, "TPU v5 lite": 197e12, "TPU v4": 275e12, "TPU v6 lite": 918e12}
-
-
-def interleaved(calls: dict, rounds: int) -> dict[str, np.ndarray]:
-    """Seconds of each call in each counted round, after one uncounted; the first call turns with the rounds."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
-    for round in range(rounds + 1):
-        for name in names[round % len(names) :] + names[: round % len(names)]:
-            start = time.perf_counter()
-            calls[name]()
-            if round:
-                taken[name].append(time.perf_counter() - start)
-    return {name: np.array(values) for name, values in taken.items()}
 
 
 def line(name: str, value: str, target: str, met: bool) -> bool:
@@ -201,28 +189,29 @@ def prefills(names: tuple[str, ...], length: int) -> dict:
     return calls
 
 
-# What a child runs to show its peak memory; VmHWM is the child's alone, ru_maxrss may be its parent's.
+# What a child runs to show its peak memory, its own alone.
 CHILD = """
-import pathlib, sys
+import sys
 from experiments.bench.attention import prefills
+from experiments.timing import peak_megabytes
 prefills((sys.argv[1],), int(sys.argv[2]))[sys.argv[1]]()
-print(int(pathlib.Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1024)
+print(peak_megabytes())
 """
 
 
 def whole_model(rounds: int, length: int = 8192) -> None:
     names = ("transformers", "dense", "DHSA")
     memory = {}
-    for name in names if sys.platform == "linux" else ():
+    for name in names:
         done = subprocess.run([sys.executable, "-c", CHILD, name, str(length)], capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stderr.strip().splitlines()[-1])
         memory[name] = float(done.stdout)
     taken = interleaved(prefills(names, length), rounds)
     for name, seconds in taken.items():
-        peak = f"{memory[name]:7.0f} MB peak" if name in memory else "peak memory: Linux only"
         gains = ", ".join(f"{np.median(taken[n] / seconds):.2f}x against {n}" for n in names if n != name)
-        print(f"{length:>6} SmolLM2 prefill, {name:<14} {np.median(seconds):7.2f} s  {peak}  {gains}", flush=True)
+        cost = f"{np.median(seconds):7.2f} s  {memory[name]:7.0f} MB peak"
+        print(f"{length:>6} SmolLM2 prefill, {name:<14} {cost}  {gains}", flush=True)
 
 
 def main() -> None:

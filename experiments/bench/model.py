@@ -17,23 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 
 import numpy as np
 
+from experiments.timing import interleaved
+
 PROMPT, NEW = 64, 64
-
-
-def interleaved(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, np.ndarray]:
-    """Seconds of each call in each round, taken in turns so that all meet the same load; one warm-up round."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            if turn:
-                seconds[name].append(time.perf_counter() - start)
-    return {name: np.array(values) for name, values in seconds.items()}
 
 
 def line(name: str, value: float, unit: str, target: str, met: bool) -> bool:

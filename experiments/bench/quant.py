@@ -9,13 +9,12 @@ permutes: it has no row here.)
 """
 
 import argparse
-import resource
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
+
+from experiments.timing import interleaved, peak_megabytes
 
 MINUTES = {"nearest": 3, "Qronos": 15}
 GIGABYTES = 4
@@ -90,13 +89,8 @@ def rotating(quick: bool) -> bool:
     met = True
     for block in (16, 64, 256, 1024) if quick else (16, 32, 64, 128, 256, 512, 1024, 2048):
         compiled = {name: jax.jit(f, static_argnums=1) for name, f in forms.items()}
-        times = {name: [] for name in forms}
-        for turn in range(rounds + 1):  # in turns, so that what else the machine does meets all; the first compiles
-            for name, f in compiled.items():
-                start = time.perf_counter()
-                jax.block_until_ready(f(x, block))
-                times[name] += [time.perf_counter() - start] if turn else []
-        took = {name: float(np.median(t)) for name, t in times.items()}
+        calls = {name: (lambda f=f, b=block: jax.block_until_ready(f(x, b))) for name, f in compiled.items()}
+        took = {name: float(np.median(t)) for name, t in interleaved(calls, rounds).items()}
         ratio = took["ours"] / min(took["product"], took["butterfly"])
         met &= ratio <= 1.2
         print(
@@ -105,14 +99,6 @@ def rotating(quick: bool) -> bool:
             flush=True,
         )  # fmt: skip
     return met
-
-
-def peak_gigabytes() -> float:
-    """The most memory that this process has held."""
-    if sys.platform == "linux":  # ru_maxrss would count a parent's
-        status = Path("/proc/self/status").read_text()
-        return int(status.partition("VmHWM:")[2].split()[0]) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
 def model(how: str, quick: bool) -> bool:
@@ -131,7 +117,7 @@ def model(how: str, quick: bool) -> bool:
         checkpoint.params, checkpoint.cfg, list(tokens[:, None]), quant.perq_star(rounding=rounding)
     )
     jax.block_until_ready(params)
-    minutes, memory = (time.perf_counter() - start) / 60, peak_gigabytes()
+    minutes, memory = (time.perf_counter() - start) / 60, peak_megabytes() / 1024
     met = minutes <= MINUTES[how] and memory <= GIGABYTES
     print(
         f"SmolLM2-135M, {how}, {tokens.size} calibration tokens: {minutes:.2f} min (target {MINUTES[how]}), peak "

@@ -7,11 +7,11 @@ part is left out without it). Exit code 1 where a target is missed.
 """
 
 import argparse
-import resource
-import time
 from collections.abc import Callable
 
 import numpy as np
+
+from experiments.timing import interleaved, peak_megabytes
 
 
 def numpy_lower_search(
@@ -38,15 +38,10 @@ def numpy_lower_search(
     return (int(np.where(admissible, cost, np.inf).argmin()) if admissible.any() else -1), risk
 
 
-def interleaved(first: Callable[[], object], second: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """Median seconds of each, taken in turns, so that both meet the same load."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(rounds):
-        for run, taken in zip((first, second), times, strict=True):
-            start = time.perf_counter()
-            run()
-            taken.append(time.perf_counter() - start)
-    return float(np.median(times[0])), float(np.median(times[1]))
+def medians(first: Callable[[], object], second: Callable[[], object], rounds: int) -> tuple[float, float]:
+    """Median seconds of each, taken in turns."""
+    times = interleaved({"first": first, "second": second}, rounds, uncounted=0)
+    return float(np.median(times["first"])), float(np.median(times["second"]))
 
 
 def report(name: str, ours: float, theirs: float, target: float) -> bool:
@@ -87,13 +82,13 @@ def lower_search(quick: bool, ragged: bool) -> bool:
     met = True
     for levels, name in ((20, "as a grid"), (1, "as unrelated rows")):
         calibrated(levels)
-        ours, theirs = interleaved(
+        ours, theirs = medians(
             lambda levels=levels: calibrated(levels), lambda: numpy_lower_search(*host, total, 0.2, 0.1), rounds
         )
         met &= report(
             f"lower search, n={n}, T={'8 to ' * ragged}24, m=50,000 {name}", ours, theirs, 50 if levels > 1 else 1
         )
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    peak = peak_megabytes() / 1024
     print(
         f"peak memory of the process {peak:.2f} GiB; "
         f"an [n, m, T] float32 array would be {n * 50_000 * 24 * 4 / 2**30:.1f} GiB"
@@ -126,7 +121,7 @@ def against_mapie(quick: bool) -> bool:
     found = np.asarray(reject(device, 0.1))
     for row, rejected in zip(found[:50], mapie()[:50], strict=True):
         np.testing.assert_array_equal(np.flatnonzero(row[::-1]), rejected)
-    ours, theirs = interleaved(lambda: jax.block_until_ready(reject(device, 0.1)), mapie, 1 if quick else 3)
+    ours, theirs = medians(lambda: jax.block_until_ready(reject(device, 0.1)), mapie, 1 if quick else 3)
     met = report(f"fixed-sequence test of {rows:,} x {m:,} p-values", ours, theirs, 10)
 
     losses = (rng.uniform(size=(10_000, m)) < np.linspace(0.4, 0.01, m)[None]).astype(np.float32)
@@ -142,7 +137,7 @@ def against_mapie(quick: bool) -> bool:
 
     if int(calibrated().index) != m - 1 - mapie_losses()[-1]:
         raise AssertionError("the selections disagree")
-    ours, theirs = interleaved(calibrated, mapie_losses, 3 if quick else 15)
+    ours, theirs = medians(calibrated, mapie_losses, 3 if quick else 15)
     report(f"one calibration from 10,000 x {m:,} losses", ours, theirs, 0)
     return met
 

@@ -15,30 +15,14 @@ a target is missed. Last, without a target: the speed of a rollout beside what t
 
 import argparse
 import os
-import time
 from collections.abc import Callable
 
 import numpy as np
 
+from experiments.timing import interleaved
+
 PROMPTS, GROUP, TOKENS = 8, 8, 1024
 STEP_TOKENS, VOCABULARY = 128, 64
-
-
-def interleaved(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, np.ndarray]:
-    """Seconds of each call in each round, taken in turns so that all meet the same load; two warm-up rounds.
-
-    The order turns with the rounds, so that no call always follows the same one.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
-    for turn in range(rounds + 2):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            start = time.perf_counter()
-            calls[name]()
-            if turn > 1:
-                seconds[name].append(time.perf_counter() - start)
-    return {name: np.array(values) for name, values in seconds.items()}
 
 
 def line(name: str, value: float, target: float) -> bool:
@@ -171,7 +155,7 @@ def speed_of_the_loss(rounds: int) -> list[bool]:
     values = {name: peer() for name, peer in peers.items()} | {"grpo": calls["grpo"]()}
     if any(abs(value - values["grpo"]) > 1e-5 for value in values.values()):
         raise AssertionError(f"the losses disagree: {values}")
-    taken = interleaved(calls | peers, rounds)
+    taken = interleaved(calls | peers, rounds, uncounted=2)
     print(f"value and gradient, {PROMPTS * GROUP} rollouts of {TOKENS} tokens")
     for name, seconds in taken.items():
         extra = "" if name in peers else f"  {np.median(seconds / taken['grpo']):6.2f}x grpo"
@@ -216,7 +200,7 @@ def speed_of_process_sets(rounds: int) -> list[bool]:
         "ours": lambda: jax.block_until_ready(ours(device, alive)),
         "tree": lambda: prefix_tree(tokens, lengths, group),
     }
-    taken = interleaved(calls, rounds)
+    taken = interleaved(calls, rounds, uncounted=2)
     for name, seconds in taken.items():
         print(f"  process sets, {name:<42} {np.median(seconds) * 1e3:9.2f} ms (min {seconds.min() * 1e3:.2f})")
     return [line("process sets, time over a Python tree's", float(np.median(taken["ours"] / taken["tree"])), 0.05)]
@@ -250,7 +234,7 @@ def speed_of_the_step(rounds: int) -> list[bool]:
 
         return lambda: jax.block_until_ready(step(params, batch))
 
-    taken = interleaved({name: call(*parts) for name, parts in methods(PROMPTS, GROUP).items()}, rounds)
+    taken = interleaved({name: call(*parts) for name, parts in methods(PROMPTS, GROUP).items()}, rounds, uncounted=2)
     print(f"training step, {PROMPTS * GROUP} rollouts of {STEP_TOKENS} tokens")
     for name, seconds in taken.items():
         print(f"  {name:<56} {np.median(seconds) * 1e3:9.1f} ms (min {seconds.min() * 1e3:.1f})")
@@ -286,7 +270,7 @@ def speed_of_the_rollout(rounds: int) -> None:
         return jax.block_until_ready(made)
 
     calls = {"rollout": sample, "product": lambda: jax.block_until_ready(product(matrix, vector))}
-    taken = interleaved(calls, rounds)
+    taken = interleaved(calls, rounds, uncounted=2)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * (prompt + new / 2) * prompts * group
     read = 4 * new * (size + cache)
