@@ -186,27 +186,27 @@ def recorded(arms: Sequence[Arm]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*METRICS, *(name for a in arms for name in a.metrics))))
 
 
+def policy(made: Any, names: Sequence[str]) -> Callable[[Any, Any, Any], tuple[Any, dict[str, Any]]]:
+    """``(step, logp, batch) -> (loss, metrics of these names)`` of an arm's loss; NaN for a metric it has not."""
+
+    def loss(step: Any, logp: Any, batch: rl.RolloutBatch) -> tuple[Any, dict[str, Any]]:
+        value, metrics = (made if isinstance(made, rl.PolicyLoss) else made(step))(logp, batch)
+        return value, {name: jnp.asarray(metrics.get(name, jnp.nan), jnp.float32) for name in names}
+
+    return loss
+
+
 def objective(arms: Sequence[Arm], arm: Any, step: Any, model: models.DecoderConfig, temperature: float) -> Any:
     """The loss of the arm whose number is traced: one forward and backward pass of the model for all of them."""
-    names = recorded(arms)
-
-    def branch(made: Any) -> Callable[[Any, Any], tuple[Any, dict[str, Any]]]:
-        def loss(logp: Any, rollout: rl.RolloutBatch) -> tuple[Any, dict[str, Any]]:
-            policy = made if isinstance(made, rl.PolicyLoss) else made(step)
-            value, metrics = policy(logp, rollout)
-            return value, {name: jnp.asarray(metrics.get(name, jnp.nan), jnp.float32) for name in names}
-
-        return loss
-
     losses, which = distinct([a.loss for a in arms])
-    branches = [branch(made) for made in losses]
+    branches = [policy(made, recorded(arms)) for made in losses]
 
     def loss(params: Params, batch: train.PolicyBatch, denominator: Any) -> tuple[Any, dict[str, Any]]:
         rollout = batch.rollout
         logp = train.completion_logprobs(
             params, model, batch.prompt, batch.prompt_mask, rollout.tokens, rollout.mask != 0, temperature=temperature
         )
-        return jax.lax.switch(which[arm], branches, logp, rollout)
+        return jax.lax.switch(which[arm], branches, step, logp, rollout)
 
     return train.Objective(lambda batch: jnp.ones(()), loss, lambda m: {name: v[0] for name, v in m.items()})
 
@@ -225,6 +225,15 @@ def same_answers(judged: Judged) -> Any:
     equal = (last[:, :, None] == last[:, None]).all(-1)
     ended = (tokens == rl_tasks.END).any(-1)
     return jnp.where(ended, jnp.argmax(equal, axis=-1), -1).astype(jnp.int32).reshape(p, k, n)
+
+
+def bias(judged: Judged, given: Given) -> dict[str, Any]:
+    """How a reward errs against the labels: noise, skew, and leaning towards a model's own majority."""
+    ids = same_answers(judged)
+    own = (ids[..., None] == ids[..., None, :]) & (ids >= 0)[..., None]
+    share = jnp.moveaxis(own.mean(-1), 0, 1)
+    found = rl.bias_metrics(given.reward, judged.right, share, jnp.ones_like(judged.right))
+    return {"noise": found.rho_noise, "symbias": found.rho_symbias, "selfbias": found.rho_selfbias}
 
 
 def trainer(cfg: Training, bench: Bench, arms: Sequence[Arm], probe: bool = False) -> Callable[..., Curves]:
@@ -257,13 +266,6 @@ def trainer(cfg: Training, bench: Bench, arms: Sequence[Arm], probe: bool = Fals
             none = jnp.zeros_like(judged.tokens), jnp.zeros_like(judged.mask)
             judged = judged._replace(first=jax.lax.cond(past[arm], voted, lambda: none))
         return made, judged, jax.lax.switch(which_reward[arm], rewards, judged)
-
-    def bias(judged: Judged, given: Given) -> dict[str, Any]:
-        ids = same_answers(judged)
-        own = (ids[..., None] == ids[..., None, :]) & (ids >= 0)[..., None]
-        share = jnp.moveaxis(own.mean(-1), 0, 1)
-        found = rl.bias_metrics(given.reward, judged.right, share, jnp.ones_like(judged.right))
-        return {"noise": found.rho_noise, "symbias": found.rho_symbias, "selfbias": found.rho_selfbias}
 
     def evaluate(arm: Any, params: Params, start: Params, key: Any) -> dict[str, Any]:
         made, judged, given = judge(arm, params, start, bench.held, key, cfg.test_samples)

@@ -2,15 +2,15 @@
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments import core, rl_tables
+from experiments.rl_arms import METRICS, Arm, policy
 from experiments.rl_config import Training
-
-if TYPE_CHECKING:
-    from experiments.rl_arms import Arm
 
 
 class Simulated(NamedTuple):
@@ -21,16 +21,12 @@ class Simulated(NamedTuple):
     notes: list[str]
 
 
-METRICS = ("clip_low", "clip_high", "token_weight")
-"""Metrics of a policy loss that are recorded, NaN where a loss has none."""
 NOTHING = Simulated({}, [], [])
 """Where ``simulation_seeds`` is 0."""
 
 
 def seed_keys(cfg: Training, number: int) -> Any:
     """The seeds' keys of simulation ``number``: made anew for each arm, whose draws are the same on purpose."""
-    import jax
-
     return jax.random.split(jax.random.fold_in(jax.random.key(cfg.seed), number), cfg.simulation_seeds)
 
 
@@ -61,25 +57,12 @@ def steps_ratio(first: np.ndarray, second: np.ndarray, level: float) -> core.Est
     return core.bootstrap_interval(lambda a, b: needed(a) / needed(b), first, second, batched=True)
 
 
-def learning(arms: "Sequence[Arm]") -> Callable[..., tuple[Any, Any]]:
+def learning(arms: Sequence[Arm]) -> Callable[..., tuple[Any, Any]]:
     """``(arm, step, logp, batch) -> (gradient of the arm's loss by logp, its metrics)``; the arm is a traced number.
 
     Differentiated inside each branch, so that none keeps what the others need.
     """
-    import jax
-    import jax.numpy as jnp
-
-    from jaxmeth import rl
-
-    def branch(arm: "Arm") -> Callable[..., tuple[Any, Any]]:
-        def gradient(step: Any, logp: Any, batch: rl.RolloutBatch) -> tuple[Any, Any]:
-            policy = arm.loss if isinstance(arm.loss, rl.PolicyLoss) else arm.loss(step)
-            slope, metrics = jax.grad(policy, has_aux=True)(logp, batch)
-            return slope, {name: jnp.asarray(metrics.get(name, jnp.nan), jnp.float32) for name in METRICS}
-
-        return gradient
-
-    branches = [branch(a) for a in arms]
+    branches = [jax.grad(policy(a.loss, METRICS), argnums=1, has_aux=True) for a in arms]
     return lambda arm, *rest: jax.lax.switch(arm, branches, *rest)
 
 
@@ -88,8 +71,6 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     A level in ``XLA_FLAGS`` stands.
     """
-    import jax
-
     level = "xla_backend_optimization_level"
     free = jax.default_backend() == "cpu" and level not in os.environ.get("XLA_FLAGS", "")
     return jax.jit(function, compiler_options={level: "1"} if free else None)
@@ -97,9 +78,6 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def draw(key: Any, p: Any, count: int) -> Any:
     """``count`` draws from each row of probabilities [S, A]: int [S, count], by the inverse of the distribution."""
-    import jax
-    import jax.numpy as jnp
-
     upto = jnp.cumsum(p, axis=1)[:, None, :-1]
     u = jax.random.uniform(key, (len(p), count))
     return (u[..., None] > upto).sum(2)

@@ -135,32 +135,27 @@ def compare(
     The verifier is the reward. Every run of a seed is stored.
     """
     run = _compiled(cfg, bench, arms)
-    chosen = range(cfg.seeds, cfg.seeds + cfg.selection_seeds)
-    searched = [(r, s) for r in cfg.rates for s in chosen] if len(cfg.rates) > 1 else []
-    trials = [(i, number) for i in range(len(arms)) for number in range(len(searched) + cfg.seeds)]
+    chosen = range(cfg.seeds, cfg.seeds + cfg.selection_seeds) if len(cfg.rates) > 1 else ()
+    searched = [(rate, seed) for rate in cfg.rates for seed in chosen]
+    bar = iter(core.progress(range(len(arms) * (len(searched) + cfg.seeds)), description="training"))
+
+    def trained(arm: int, seed: int, rate: float) -> dict[str, np.ndarray]:
+        next(bar)
+        key = f"{prefix}smollm2-arm{arm}-seed{seed}-rate{rate:g}"
+        return folder.cached(key, lambda: _train(cfg, bench, run, arms, arm, seed, rate))
+
     out = rl_arms.Measured({}, {}, {}, {}, np.arange(cfg.evaluations + 1) * (cfg.steps // cfg.evaluations))
-    scores: list[float] = []
-    seeds: list[dict[str, np.ndarray]] = []
-    best = 0
-    for i, number in core.progress(trials, description="training"):
-        name, reported = arms[i].name, number - len(searched)
-        if number == len(searched):
-            seeds, best, out.selection[name] = [], 0, np.array([np.nan])
-            if searched:
-                best, out.selection[name] = rl_arms.choose(cfg, np.array(scores))
-            scores = []
-        rate, seed = (cfg.rates[best], reported) if reported >= 0 else searched[number]
-        key = f"{prefix}smollm2-arm{i}-seed{seed}-rate{rate:g}"
-        found = folder.cached(key, lambda i=i, s=seed, r=rate: _train(cfg, bench, run, arms, i, s, r))
-        if reported < 0:
-            scores.append(float(found["pass"][-1]))
-            continue
-        seeds.append(found)
-        if len(seeds) == cfg.seeds:
-            out.rates[name], out.edge[name] = rate, best in (0, len(cfg.rates) - 1)
-            out.curves[name] = {n: np.stack([s[n] for s in seeds]) for n in seeds[0]}
-            for step, values in zip(out.steps, out.curves[name]["pass"].mean(0), strict=True):
-                folder.log(step, prefix + name, **{"pass": values})
+    for i, arm in enumerate(arms):
+        best, out.selection[arm.name] = 0, np.array([np.nan])
+        if searched:
+            scores = [trained(i, seed, rate)["pass"][-1] for rate, seed in searched]
+            best, out.selection[arm.name] = rl_arms.choose(cfg, np.array(scores))
+        out.rates[arm.name], out.edge[arm.name] = cfg.rates[best], best in (0, len(cfg.rates) - 1)
+        seeds = [trained(i, seed, cfg.rates[best]) for seed in range(cfg.seeds)]
+        out.curves[arm.name] = {n: np.stack([s[n] for s in seeds]) for n in seeds[0]}
+        for step, passed in zip(out.steps, out.curves[arm.name]["pass"].mean(0), strict=True):
+            folder.log(step, prefix + arm.name, **{"pass": passed})
+    next(bar, None)
     return out
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import core, rl_tables, rl_tasks
-from experiments.rl_arms import Arm, Given, Judged, same_answers
+from experiments.rl_arms import Arm, Given, Judged, bias
 from experiments.rl_config import Training
 from experiments.rl_simulation import NOTHING, Simulated, compiled, draw, ratio, seed_keys
 from jaxmeth import rl
@@ -80,11 +80,7 @@ def voting(arms: Sequence[Arm], models: int, steps: int = STEPS) -> Any:
             logp = jnp.stack([logp, jnp.zeros_like(logp)], axis=-1)
             judged = Judged(tokens, mask, answer == 0, logp, answered(before, start)[1:])
             given = jax.lax.switch(arm, rewards, judged, noise, flips)
-            ids = same_answers(judged)
-            share = jnp.moveaxis((ids[..., None] == ids[..., None, :]).mean(-1), 0, 1)
-            bias = rl.bias_metrics(given.reward, judged.right, share, jnp.ones_like(judged.right))
-            found = {"noise": bias.rho_noise, "symbias": bias.rho_symbias, "selfbias": bias.rho_selfbias}
-            found["accuracy"] = jax.nn.softmax(logits)[..., 0].mean()
+            found = bias(judged, given) | {"accuracy": jax.nn.softmax(logits)[..., 0].mean()}
             return jax.vmap(learn)(logits, answer, *given), found
 
         return jax.lax.scan(step, start, jnp.arange(steps))[1]
