@@ -8,14 +8,12 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, UInt8
 
-from jaxmeth.kernels.hadamard_quantize import hadamard_quantize
+from jaxmeth.kernels.hadamard_quantize import hadamard_quantize, row_scale
 from jaxmeth.kernels.quantized_matmul import quantized_matmul
 from jaxmeth.models.layers import linear
 from jaxmeth.quant.hadamard import ONE_PRODUCT, block_hadamard, hadamard
 from jaxmeth.quant.permute import check_numbers
 from jaxmeth.types import ConfigError
-
-SCALE_FLOOR = 1e-12
 
 
 @jax.custom_jvp
@@ -154,9 +152,7 @@ def _act_grid(x: Float[Array, "*n d"], bits: int) -> tuple[Array, Array, Array]:
     levels = 2**bits - 1
     exact = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     low, high = (f(exact, axis=-1, keepdims=True, initial=0.0) for f in (jnp.min, jnp.max))
-    span = high - low
-    step = jnp.where(jnp.isinf(span), high / levels - low / levels, span / levels)
-    scale = jnp.maximum(step, SCALE_FLOOR)
+    scale = row_scale(low, high, bits)
     zero = round_through(-low / scale)
     return jnp.clip(round_through(exact / scale) + zero, 0, levels), scale, zero
 

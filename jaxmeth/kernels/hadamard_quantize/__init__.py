@@ -13,12 +13,17 @@ HIGHEST = jax.lax.Precision.HIGHEST
 FLOOR = 1e-12
 
 
+def row_scale(low: Array, high: Array, bits: int) -> Array:
+    """The step of 2^bits levels from ``low`` to ``high``, at least ``FLOOR``; finite where their distance is not."""
+    levels = 2**bits - 1
+    span = high - low
+    return jnp.maximum(jnp.where(jnp.isinf(span), high / levels - low / levels, span / levels), FLOOR)
+
+
 def round_rows(y: Array, low: Array, high: Array, bits: int) -> tuple[Array, Array, Array]:
     """``(q - zero as floats, scale, zero)``; ``low`` and ``high`` hold 0."""
     levels = 2**bits - 1
-    span = high - low
-    step = jnp.where(jnp.isinf(span), high / levels - low / levels, span / levels)
-    scale = jnp.maximum(step, FLOOR)
+    scale = row_scale(low, high, bits)
     zero = _half_even(-low / scale)
     return jnp.clip(_half_even(y / scale), -zero, levels - zero), scale, zero
 
