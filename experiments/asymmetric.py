@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from experiments import core, rl_tables
-from experiments.rl_config import TINY, Training
+from experiments.rl_config import SMOLLM2, TINY, Training
 
 if TYPE_CHECKING:
     from experiments.rl_arms import Arm
@@ -66,6 +66,7 @@ class Config(Training):
 PRESETS = {
     "smoke": Config(**TINY, zero_warmup=2),
     "laptop": Config(),
+    "smollm2": Config(**SMOLLM2, zero_warmup=2),
     "paper": Config(group_size=16, rollouts=2048, steps=300, evaluations=30, rates=(1e-6, 2e-6), shapes_only=True),
 }
 

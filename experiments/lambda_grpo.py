@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from experiments import core, rl_tables
-from experiments.rl_config import TINY, Training
+from experiments.rl_config import SMOLLM2, TINY, Training
 
 if TYPE_CHECKING:
     from experiments.rl_arms import Arm, Measured
@@ -65,6 +65,7 @@ class Config(Training):
 PRESETS = {
     "smoke": Config(**TINY, temperatures=()),
     "laptop": Config(),
+    "smollm2": Config(**SMOLLM2, temperatures=()),
     "paper": Config(group_size=6, rollouts=48, temperature=0.75, rates=(1e-6,), shapes_only=True),
 }
 

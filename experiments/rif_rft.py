@@ -27,12 +27,12 @@ Minutes: smoke 1, laptop 25.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from experiments import core, rl_tables
-from experiments.rl_config import TINY, Training
+from experiments.rl_config import SMOLLM2, TINY, Training
 
 ABOUT = core.About(
     claim="Reinforcement fine-tuning forgets less than supervised at matched gain; a filter saves rollouts.",
@@ -69,6 +69,8 @@ KINDS = {
     "RIF-RFT": Kind("advantage", filtered=True),
 }
 ARMS = tuple(KINDS)
+ON_SMOLLM2 = ("SFT", "rejection-sampling SFT", "GRPO", "RIF-RFT")
+"""The arms without KL, replay or all tasks at once."""
 METRICS = ("avg_acc", "gain", "forgetting", "backward_transfer", "general", "general loss", "KL")
 
 
@@ -87,6 +89,8 @@ class Config(Training):
     rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
     """Learning rates of every arm; each is a point of gain against forgetting."""
 
+    models_known: ClassVar[tuple[str, ...]] = ("tiny", "smollm2")
+
     def __post_init__(self):
         super().__post_init__()
         self.require(filter_rollouts=(1, None), min_successes=(0, None), beta=(0, None), replay=(0, 1))
@@ -95,6 +99,7 @@ class Config(Training):
 PRESETS = {
     "smoke": Config(**{**TINY, "selection_seeds": 1}),
     "laptop": Config(warm_steps=900, rollouts=64, steps=24, train_problems=128, test_samples=2),
+    "smollm2": Config(**{**SMOLLM2, "rollouts": 16, "train_problems": 16}, filter_rollouts=4),
     "paper": Config(group_size=8, rollouts=1024, rates=(1e-6,), shapes_only=True),
 }
 
@@ -125,13 +130,24 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
         from jaxmeth import rl
 
         return policy_shapes([("GRPO", rl.presets.grpo())], prompts=128, group=8, prompt=1024, new=2048)
+    from experiments import rl_linear
+
+    simulated = rl_linear.simulate(cfg, folder)
+    if cfg.model == "smollm2":
+        from experiments import rl_smollm2_continual
+
+        stored = rl_smollm2_continual.train_all(cfg, folder)
+        points = {
+            arm: {k: np.stack([p[k] for p in of], axis=1) for k in of[0]}
+            for arm, of in ((arm, [measures(s) for s in each]) for arm, each in stored.items())
+        }
+        return _result(cfg, points, simulated, "SmolLM2-135M", rl_smollm2_continual.notes(cfg))
     import jax
     import jax.numpy as jnp
 
-    from experiments import rl_arms, rl_continual, rl_linear
+    from experiments import rl_arms, rl_continual
     from jaxmeth import models
 
-    simulated = rl_linear.simulate(cfg, folder)
     bench, pools, held = rl_continual.prepare(cfg)
     leaves = rl_arms.warm_seeds(cfg, folder, bench, seeds=cfg.seeds)
     structure = jax.tree.structure(models.abstract_params(bench.model))
@@ -150,22 +166,35 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
         found[ARMS[i]].append(point)
         folder.log(i * len(cfg.rates) + cfg.rates.index(rate), ARMS[i], **{k: v.mean() for k, v in point.items()})
     points = {arm: {k: np.stack([p[k] for p in of], axis=1) for k in of[0]} for arm, of in found.items()}
+    return _result(
+        cfg,
+        points,
+        simulated,
+        "tiny model",
+        [
+            f"Tasks in order: {', '.join(SEQUENCE)}; general: {GENERAL}.",
+            f"general loss: change of the loss a token on reference answers of {GENERAL}, in place of a text sample, "
+            "which would mean nothing to a character model. KL: new || old, of an answer to the new task's held-out "
+            f"prompts, nats. KL terms weigh {cfg.beta:g}; replay is {cfg.replay:.0%} of the problems.",
+        ],
+    )
+
+
+def _result(cfg: Config, points: dict, simulated: Any, title: str, notes: list[str]) -> core.Result:
     start = float(points["SFT"]["before"].mean())
     return core.Result(
-        rows={"tiny model": _rows(cfg, points), **simulated.tables},
+        rows={title: _rows(cfg, points), **simulated.tables},
         claims=[*_claims(points), *simulated.claims],
         figures={
             "gain_forgetting": lambda f: _draw(f, points, "forgetting", "forgetting (negative: lost)"),
             "gain_kl": lambda f: _draw(f, points, "KL", "KL(new || old) of an answer, nats"),
         },
         notes=[
-            f"Tasks in order: {', '.join(SEQUENCE)}; general: {GENERAL}. Pass rate before: {start:.3f}. {cfg.seeds} "
-            "seeds, every rate of the grid is a row; brackets: 95% bootstrap over seeds.",
+            *notes,
+            f"Pass rate before: {start:.3f}. {cfg.seeds} seeds, every rate of the grid is a row; brackets: 95% "
+            "bootstrap over seeds.",
             "Forgetting is negative where accuracy was lost; matched gain: the largest that both arms reach, along the "
             "line through the rates' means.",
-            f"general loss: change of the loss a token on reference answers of {GENERAL}, in place of a text sample, "
-            "which would mean nothing to a character model. KL: new || old, of an answer to the new task's held-out "
-            f"prompts, nats. KL terms weigh {cfg.beta:g}; replay is {cfg.replay:.0%} of the problems.",
             f"The paper's scale: {PAPER}",
             *simulated.notes,
         ],
@@ -206,6 +235,7 @@ def _claims(points: dict[str, dict[str, np.ndarray]]) -> list[core.Claim]:
             ("GRPO", "SFT"), ("GRPO", "SFT with KL"), ("GRPO", "SFT with replay"), ("RIF-RFT", "SFT"),
             ("rejection-sampling SFT", "SFT"), ("RIF-RFT", "GRPO"), ("GRPO with KL", "GRPO"),
         )
+        if a in points and b in points
     ]  # fmt: skip
     claims += [compared(metric, "SFT", "GRPO") for metric in ("KL", "general loss")]
     sampled = {arm: points[arm]["sampled"].mean() for arm in ("RIF-RFT", "GRPO")}

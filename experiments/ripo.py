@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from experiments import core, rl_tables
-from experiments.rl_config import TINY, Training
+from experiments.rl_config import SMOLLM2, TINY, Training
 
 if TYPE_CHECKING:
     from experiments.rl_arms import Arm, Measured
@@ -60,6 +60,7 @@ class Config(Training):
 PRESETS = {
     "smoke": Config(**TINY),
     "laptop": Config(),
+    "smollm2": Config(**SMOLLM2, group_size=8, epochs=2),
     "paper": Config(group_size=8, rollouts=4096, steps=300, evaluations=30, rates=(1e-6,), shapes_only=True),
 }
 

@@ -396,7 +396,7 @@ def compare(
     if cfg.model == "smollm2":
         from experiments import rl_smollm2
 
-        return rl_smollm2.compare(cfg, folder, bench, arms, prefix)
+        return rl_smollm2.compare(cfg, folder, bench, arms, models_each=models_each, probe=probe, prefix=prefix)
     leaves = warm_seeds(cfg, folder, bench, models_each) if leaves is None else leaves
     structure = jax.tree.structure(models.abstract_params(bench.model))
     run = trainer(cfg, bench, arms, probe)

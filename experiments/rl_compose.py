@@ -14,12 +14,12 @@ Minutes: smoke 1, laptop 10.
 import dataclasses
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from experiments import core, rl_tables
-from experiments.rl_config import TINY, Training
+from experiments.rl_config import SMOLLM2, TINY, Training
 
 if TYPE_CHECKING:
     from experiments.rl_arms import Arm, Bench
@@ -63,6 +63,8 @@ class Config(Training):
     compared: int = 8
     """How many of the eight are compared, from the first."""
 
+    models_known: ClassVar[tuple[str, ...]] = ("tiny", "smollm2")
+
     def __post_init__(self):
         super().__post_init__()
         self.require(models=(1, None), trial_steps=(1, None), compared=(1, len(COMPARED)))
@@ -71,6 +73,7 @@ class Config(Training):
 PRESETS = {
     "smoke": Config(**TINY, compared=3),
     "laptop": Config(rollouts=64, steps=24),
+    "smollm2": Config(**{**SMOLLM2, "rollouts": 16, "steps": 2, "evaluations": 1}, trial_steps=1),
     "paper": Config(group_size=16, rollouts=2048, rates=(1e-6,), shapes_only=True),
 }
 
@@ -103,13 +106,19 @@ def combinations() -> "tuple[dict[str, Arm], dict[str, str]]":
 
 
 def _trials(cfg: Config, folder: core.RunDir, bench: "Bench", legal: "dict[str, Arm]") -> core.Rows:
-    """A few steps of every legal combination on the first seed: all in one compiled function."""
+    """A few steps of every legal combination on the first seed: all in one compiled function. SmolLM2: one step."""
     import jax
     import jax.numpy as jnp
 
     from experiments import rl_arms
     from jaxmeth import models
 
+    if cfg.model == "smollm2":
+        from experiments import rl_smollm2
+
+        small = dataclasses.replace(cfg, group_size=4, rollouts=4)
+        found = rl_smollm2.trials(small, folder, bench, list(legal.values()), cfg.models)
+        return [_trial(name, values) for name, values in zip(legal, found, strict=True)]
     short = dataclasses.replace(cfg, steps=cfg.trial_steps, evaluations=1, seeds=1)
     leaves = rl_arms.warm_seeds(cfg, folder, bench, cfg.models)
     structure = jax.tree.structure(models.abstract_params(bench.model))
@@ -118,11 +127,12 @@ def _trials(cfg: Config, folder: core.RunDir, bench: "Bench", legal: "dict[str, 
     keys, rates, found = jax.random.split(jax.random.key(cfg.seed), 1), jnp.full((1,), cfg.rates[0]), []
     for i, name in enumerate(core.progress(list(legal), description="every combination")):
         curves = folder.cached(f"trial-{i}", lambda i=i: run(i, params, keys, rates).training)
-        values = {k: float(curves[k][0, -1]) for k in ("loss", "grad_norm", "reward")}
-        found.append(
-            {"combination": name} | values | {"finite": "yes" if np.isfinite([*values.values()]).all() else "no"}
-        )
+        found.append(_trial(name, {k: float(curves[k][0, -1]) for k in ("loss", "grad_norm", "reward")}))
     return found
+
+
+def _trial(name: str, values: dict[str, float]) -> dict[str, object]:
+    return {"combination": name} | values | {"finite": "yes" if np.isfinite([*values.values()]).all() else "no"}
 
 
 def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:

@@ -109,3 +109,10 @@ TINY = {
     "selection_seeds": 1, "simulation_seeds": 2,
 }  # fmt: skip
 """What a smoke preset changes: the same code in seconds."""
+
+SMOLLM2 = {
+    "model": "smollm2", "terms": 2, "temperature": 0.7, "rollouts": 32, "steps": 4, "evaluations": 2, "rates": (1e-3,),
+    "train_problems": 48, "test_problems": 16, "test_samples": 4, "seeds": 2, "selection_seeds": 1,
+    "simulation_seeds": 0,
+}  # fmt: skip
+"""What a smollm2 preset changes: the arms on SmolLM2-135M-Instruct in minutes, the simulations left out."""

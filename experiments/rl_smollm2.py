@@ -1,8 +1,8 @@
 """The arms on SmolLM2-135M-Instruct with LoRA: rollouts and updates on the device, the verifier reads text on the host.
 
-``--model smollm2`` puts :func:`prepare` and :func:`compare` in the place of the tiny model's. Seeds train one after the
-other, all from the released model: there is no warm start. Small runs first, for instance
-``python -m experiments run lambda_grpo --preset smoke --model smollm2 --rates 3e-4 --temperatures 0.75``.
+``--model smollm2`` puts :func:`prepare` and :func:`compare` in the place of the tiny model's; the preset ``smollm2`` is
+a run of minutes: ``python -m experiments run lambda_grpo --preset smollm2``. Seeds train one after the other, all from
+the released model: there is no warm start. The K models of an ensemble are K sets of adapters over one base.
 """
 
 import itertools
@@ -41,20 +41,48 @@ class Bench(NamedTuple):
             ids[row, self.width - len(these) :], mask[row, self.width - len(these) :] = these, True
         return jnp.asarray(ids), jnp.asarray(mask)
 
+    def texts(self, tokens: Any, mask: Any) -> list[str]:
+        """Answers [N, T] as texts."""
+        tokens, lengths = np.asarray(tokens), np.asarray(mask).sum(1)
+        return [self.model.tokenizer.decode(row[:n].tolist()) for row, n in zip(tokens, lengths, strict=True)]
+
     def right(self, problems: Sequence[rl_tasks.Problem], tokens: Any, mask: Any) -> np.ndarray:
         """Whether each of the answers [P count, T] to P problems is right, read as text: [P, count]."""
-        tokens, count = np.asarray(jnp.where(mask, tokens, 0)), len(tokens) // len(problems)
-        texts = [
-            self.model.tokenizer.decode(row[: int(n)].tolist()) for row, n in zip(tokens, mask.sum(1), strict=True)
-        ]
-        each = [p for p in problems for _ in range(count)]
-        found = [rl_tasks.correct_text(text, p) for text, p in zip(texts, each, strict=True)]
-        return np.array(found, np.float32).reshape(-1, count)
+        each = [p for p in problems for _ in range(len(tokens) // len(problems))]
+        found = [rl_tasks.correct_text(text, p) for text, p in zip(self.texts(tokens, mask), each, strict=True)]
+        return np.array(found, np.float32).reshape(len(problems), -1)
+
+    def judged(
+        self, problems: Sequence[rl_tasks.Problem], made: train.Rollouts, first: train.Rollouts | None = None
+    ) -> rl_arms.Judged:
+        """The answers of K models [K, P n, T] as :func:`rl_arms.same_answers` compares them, by what they state.
+
+        An answer becomes two tokens, the number of what it states and the end, each with the answer's mean ``logp``;
+        one that states nothing has no end. Right is what the verifier says.
+        """
+        known: dict[str, int] = {}
+
+        def short(made: train.Rollouts) -> tuple[Any, Any]:
+            count = made.tokens.shape[1] // len(problems)
+            each = [p for p in problems for _ in range(count)]
+            tokens = np.full((*made.tokens.shape[:2], 2), rl_tasks.PAD, np.int32)
+            for k in range(len(tokens)):
+                for row, (text, p) in enumerate(zip(self.texts(made.tokens[k], made.mask[k]), each, strict=True)):
+                    if said := rl_tasks.stated(text, p):
+                        tokens[k, row] = rl_tasks.VOCABULARY + known.setdefault(said, len(known)), rl_tasks.END
+            shaped = jnp.asarray(tokens.reshape(len(tokens), len(problems), count, 2))
+            return shaped, jnp.ones(shaped.shape, bool)
+
+        tokens, mask = short(made)
+        right = np.stack([self.right(problems, t, m) for t, m in zip(made.tokens, made.mask, strict=True)])
+        mean = made.logp.sum(-1) / jnp.maximum(made.mask.sum(-1), 1)
+        logp = jnp.repeat(mean.reshape(right.shape)[..., None], 2, axis=-1)
+        return rl_arms.Judged(tokens, mask, jnp.asarray(right > 0), logp, None if first is None else short(first))
 
 
-def prepare(cfg: Training) -> Bench:
+def prepare(cfg: Training, model: hf.Checkpoint | None = None) -> Bench:
     """The model and its problems in chat form."""
-    model = hf.default()
+    model = model or hf.default()
     pool, held = rl_tasks.pools(
         cfg.task, cfg.train_problems, cfg.test_problems, seed=cfg.seed, data=cfg.data, terms=cfg.terms,
         digits=cfg.digits,
@@ -68,59 +96,114 @@ def prepare(cfg: Training) -> Bench:
     return Bench(model, pool, held, prompts, max(map(len, prompts.values())))
 
 
-class _Compiled(NamedTuple):
-    """Sampling, and an update of the arm whose number is traced."""
+class Compiled(NamedTuple):
+    """For K models: sampling, the rewards of each arm, and an update of the arm whose number is traced."""
 
     sample: Any
+    rewards: list[Any]
     update: Any
 
 
-def _compiled(cfg: Training, bench: Bench, arms: Sequence[rl_arms.Arm]) -> _Compiled:
+def adapted(cfg: Training, bench: Bench, key: Any, optimizer: Any, count: int) -> tuple[Any, Any]:
+    """Training states of ``count`` sets of adapters, stacked, and the base that they share."""
+    keys = jax.random.split(key, count)
+    states = [
+        train.train_init(
+            train.lora_init(bench.model.params, k, rank=RANK, alpha=2 * RANK, targets=TARGETS), optimizer, train.is_lora
+        )
+        for k in keys
+    ]
+    frozen = states[0].frozen
+    return jax.tree.map(lambda *a: jnp.stack(a), *(s._replace(frozen=None) for s in states)), frozen
+
+
+def sampler(cfg: Training, bench: Bench) -> Any:
+    """``(states [K], base, prompts, mask, keys [K], count) -> rollouts [K, P count, ...]``, compiled."""
     model = bench.model.cfg
 
-    def sample(state: train.TrainState, ids: Any, mask: Any, key: Any, count: int) -> train.Rollouts:
-        return train.sample_rollouts(
-            train.join(state.params, state.frozen), model, ids, mask, key=key, group_size=count,
-            max_new_tokens=bench.new_tokens, temperature=cfg.temperature, stop=model.eos_token_ids,
-        )  # fmt: skip
+    def sample(states: Any, base: Any, ids: Any, mask: Any, keys: Any, count: int) -> train.Rollouts:
+        def one(params: Any, key: Any) -> train.Rollouts:
+            return train.sample_rollouts(
+                train.join(params, base), model, ids, mask, key=key, group_size=count,
+                max_new_tokens=bench.new_tokens, temperature=cfg.temperature, stop=model.eos_token_ids,
+            )  # fmt: skip
 
-    def update(arm: Any, step: Any, rate: Any, state: train.TrainState, batch: train.PolicyBatch) -> Any:
+        return jax.vmap(one)(states.params, keys)
+
+    return jax.jit(sample, static_argnums=5)
+
+
+def compiled(cfg: Training, bench: Bench, arms: Sequence[rl_arms.Arm]) -> Compiled:
+    """What all arms share."""
+    model = bench.model.cfg
+
+    def update(arm: Any, step: Any, rate: Any, states: Any, base: Any, batch: train.PolicyBatch) -> Any:
         objective = rl_arms.objective(arms, arm, step, model, cfg.temperature)
-        return train.make_train_step(objective, train.adamw(rate, max_grad_norm=cfg.max_grad_norm))(state, batch)
+        learn = train.make_train_step(objective, train.adamw(rate, max_grad_norm=cfg.max_grad_norm))
 
-    return _Compiled(jax.jit(sample, static_argnums=4), jax.jit(update))
+        def one(state: train.TrainState, batch: train.PolicyBatch) -> Any:
+            state, metrics = learn(state._replace(frozen=base), batch)
+            return state._replace(frozen=None), metrics
+
+        # One model after the other: the logits of a batch are what memory goes to.
+        return jax.lax.map(lambda x: one(*x), (states, batch))
+
+    return Compiled(sampler(cfg, bench), [jax.jit(a.reward) for a in arms], jax.jit(update))
+
+
+def _judge(
+    cfg: Training, bench: Bench, run: Compiled, arm: rl_arms.Arm, now: tuple, start: tuple, problems: Any, key: Any,
+    count: int,
+) -> tuple[train.Rollouts, rl_arms.Judged]:  # fmt: skip
+    """Answers of all models to the problems, and where the arm asks those of the models at the start."""
+    size = jax.tree.leaves(now[0])[0].shape[0]
+    keys, shown = jax.random.split(key, 2 * size), bench.tokens(problems)
+    made = run.sample(*now, *shown, keys[:size], count)
+    first = run.sample(*start, *shown, keys[size:], count) if arm.past else None
+    return made, bench.judged(problems, made, first)
+
+
+def _batch(cfg: Training, made: train.Rollouts, given: rl_arms.Given) -> train.PolicyBatch:
+    def one(made: train.Rollouts, reward: Any, keep: Any) -> train.PolicyBatch:
+        batch = train.policy_batch(made, reward, jnp.ones_like(keep), on_policy=cfg.epochs == 1)
+        return batch._replace(rollout=rl.keep_rollouts(batch.rollout, keep))
+
+    return jax.vmap(one)(made, *given)
 
 
 def _train(
-    cfg: Training, bench: Bench, run: _Compiled, arms: Sequence[rl_arms.Arm], arm: int, seed: int, rate: float
-) -> dict[str, np.ndarray]:
+    cfg: Training, bench: Bench, run: Compiled, arms: Sequence[rl_arms.Arm], arm: int, seed: int, rate: float,
+    count: int, probe: bool,
+) -> dict[str, np.ndarray]:  # fmt: skip
     """One arm on one seed: curves by metric [evaluations + 1], NaN for those of training before it."""
     first, draws, tests = jax.random.split(jax.random.fold_in(jax.random.key(cfg.seed), seed), 3)
-    adapted = train.lora_init(bench.model.params, first, rank=RANK, alpha=2 * RANK, targets=TARGETS)
-    optimizer = train.adamw(rate, max_grad_norm=cfg.max_grad_norm)
-    state = train.train_init(adapted, optimizer, train.is_lora)
+    states, base = adapted(cfg, bench, first, train.adamw(rate, max_grad_norm=cfg.max_grad_norm), count)
+    start = states, base
     rng = np.random.default_rng([cfg.seed, 4, seed])
     names = (*rl_arms.recorded(arms), "loss", "grad_norm", "reward")
     curves: list[dict[str, float]] = []
 
     def evaluate(seen: list[dict[str, float]]) -> None:
         key = jax.random.fold_in(tests, len(curves))
-        made = run.sample(state, *bench.tokens(bench.held), key, cfg.test_samples)
-        right = bench.right(bench.held, made.tokens, made.mask)
-        held = {"pass": right.mean(), "pass@k": right.any(1).mean()}
+        asked = arms[arm] if probe else arms[arm]._replace(past=False)
+        made, judged = _judge(cfg, bench, run, asked, (states, base), start, bench.held, key, cfg.test_samples)
+        held = {"pass": float(judged.right.mean()), "pass@k": float(judged.right.any(-1).mean())}
         held["entropy"] = -float(made.logp.sum()) / max(int(made.mask.sum()), 1)
+        if probe:
+            held |= {n: float(v) for n, v in rl_arms.bias(judged, run.rewards[arm](judged)).items()}
         curves.append(held | {n: np.mean([s[n] for s in seen]) if seen else np.nan for n in names})
 
     evaluate([])
     seen: list[dict[str, float]] = []
     for step in range(cfg.steps):
         problems = [bench.pool[i] for i in rng.choice(len(bench.pool), cfg.prompts, replace=False)]
-        made = run.sample(state, *bench.tokens(problems), jax.random.fold_in(draws, step), cfg.group_size)
-        reward = jnp.asarray(bench.right(problems, made.tokens, made.mask))
-        batch = train.policy_batch(made, reward, jnp.ones(reward.shape, bool), on_policy=cfg.epochs == 1)
+        key = jax.random.fold_in(draws, step)
+        made, judged = _judge(cfg, bench, run, arms[arm], (states, base), start, problems, key, cfg.group_size)
+        given = run.rewards[arm](judged)
+        batch = _batch(cfg, made, given)
         for _ in range(cfg.epochs):
-            state, metrics = run.update(arm, step, rate, state, batch)
-        seen.append({n: float(v) for n, v in metrics.items()} | {"reward": float(reward.mean())})
+            states, metrics = run.update(arm, step, rate, states, base, batch)
+        seen.append({n: float(v.mean()) for n, v in metrics.items()} | {"reward": float(given.reward.mean())})
         if (step + 1) % (cfg.steps // cfg.evaluations) == 0:
             evaluate(seen)
             seen = []
@@ -128,13 +211,20 @@ def _train(
 
 
 def compare(
-    cfg: Training, folder: core.RunDir, bench: Bench, arms: Sequence[rl_arms.Arm], prefix: str = ""
+    cfg: Training,
+    folder: core.RunDir,
+    bench: Bench,
+    arms: Sequence[rl_arms.Arm],
+    *,
+    models_each: int = 1,
+    probe: bool = False,
+    prefix: str = "",
 ) -> rl_arms.Measured:
     """As :func:`experiments.rl_arms.compare`: a rate for each arm on its own seeds, then the seeds that are reported.
 
-    The verifier is the reward. Every run of a seed is stored.
+    Every run of a seed is stored.
     """
-    run = _compiled(cfg, bench, arms)
+    run = compiled(cfg, bench, arms)
     chosen = range(cfg.seeds, cfg.seeds + cfg.selection_seeds) if len(cfg.rates) > 1 else ()
     searched = [(rate, seed) for rate in cfg.rates for seed in chosen]
     bar = iter(core.progress(range(len(arms) * (len(searched) + cfg.seeds)), description="training"))
@@ -142,7 +232,7 @@ def compare(
     def trained(arm: int, seed: int, rate: float) -> dict[str, np.ndarray]:
         next(bar)
         key = f"{prefix}smollm2-arm{arm}-seed{seed}-rate{rate:g}"
-        return folder.cached(key, lambda: _train(cfg, bench, run, arms, arm, seed, rate))
+        return folder.cached(key, lambda: _train(cfg, bench, run, arms, arm, seed, rate, models_each, probe))
 
     out = rl_arms.Measured({}, {}, {}, {}, np.arange(cfg.evaluations + 1) * (cfg.steps // cfg.evaluations))
     for i, arm in enumerate(arms):
@@ -157,6 +247,32 @@ def compare(
             folder.log(step, prefix + arm.name, **{"pass": passed})
     next(bar, None)
     return out
+
+
+def trials(
+    cfg: Training, folder: core.RunDir, bench: Bench, arms: Sequence[rl_arms.Arm], count: int
+) -> list[dict[str, float]]:
+    """Loss, norm of the gradient and reward of every arm after its updates on one small batch, the same for all."""
+    run = compiled(cfg, bench, arms)
+    key, draws = jax.random.split(jax.random.fold_in(jax.random.key(cfg.seed), 6))
+    start = adapted(cfg, bench, key, train.adamw(cfg.rates[0], max_grad_norm=cfg.max_grad_norm), count)
+    problems, drawn = bench.pool[: cfg.prompts], []
+
+    def compute(arm: int) -> dict[str, Any]:
+        if not drawn:
+            drawn.append(_judge(cfg, bench, run, arms[0], start, start, problems, draws, cfg.group_size))
+        made, judged = drawn[0]
+        given = run.rewards[arm](judged)
+        states, batch = start[0], _batch(cfg, made, given)
+        for _ in range(cfg.epochs):
+            states, metrics = run.update(arm, 0, cfg.rates[0], states, start[1], batch)
+        return {n: metrics[n].mean() for n in ("loss", "grad_norm")} | {"reward": given.reward.mean()}
+
+    stored = [
+        folder.cached(f"smollm2-trial-{i}", lambda i=i: compute(i))
+        for i in core.progress(range(len(arms)), description="every combination")
+    ]
+    return [{n: float(v) for n, v in s.items()} for s in stored]
 
 
 def sharing(cfg: Training, bench: Bench, count: int = 16, temperature: float = 0.75) -> core.Rows:

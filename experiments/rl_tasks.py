@@ -358,13 +358,19 @@ def evaluate(expression: str, numbers: Sequence[int] | None = None) -> Fraction 
     return value
 
 
-def correct_text(answer: str, problem: Problem) -> float:
-    """1.0 where a chat model's answer is right: its last number, word or expression. Malformed: 0.0."""
+def stated(answer: str, problem: Problem) -> str:
+    """What a chat model's answer comes down to: its last number or word, or its longest expression; '' = nothing."""
     text = answer.strip().lower().replace(",", "").rstrip(".!")
     if problem.task == "countdown":
         found = re.findall(r"[-+*/() 0-9]+", text.split("=")[0].replace("x", "*"))
-        wanted = max(found, key=len, default="").strip()
-        return float(evaluate(wanted, problem.numbers) == problem.target)
-    pattern = r"[a-z]+" if problem.task == "spell_backward" else r"-?\d+"
-    found = re.findall(pattern, text)
-    return float(bool(found) and found[-1] == problem.answer.rsplit(",", 1)[-1])
+        return max(found, key=len, default="").strip()
+    found = re.findall(r"[a-z]+" if problem.task == "spell_backward" else r"-?\d+", text)
+    return found[-1] if found else ""
+
+
+def correct_text(answer: str, problem: Problem) -> float:
+    """1.0 where what a chat model's answer states is right. Malformed: 0.0."""
+    found = stated(answer, problem)
+    if problem.task == "countdown":
+        return float(evaluate(found, problem.numbers) == problem.target)
+    return float(found == problem.answer.rsplit(",", 1)[-1])

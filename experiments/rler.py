@@ -30,12 +30,12 @@ Minutes: smoke 1, laptop 24 (on a busy machine).
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from experiments import core, rl_tables
-from experiments.rl_config import TINY, Training
+from experiments.rl_config import SMOLLM2, TINY, Training
 
 if TYPE_CHECKING:
     from experiments.rl_arms import Arm, Given, Judged, Measured
@@ -48,6 +48,8 @@ ABOUT = core.About(
 )
 PAPER = "two Qwen2.5-Math-1.5B/7B, DAPO-Math-17k without labels, 16 rollouts; Avg@16 on MATH500, AMC and AIME."
 SELF, RLER, ORACLE, SINGLE = "self majority", "RLER", "verifier", "one model, all rollouts"
+ON_SMOLLM2 = (ORACLE, SELF, "RLER, no selection", RLER)
+"""The arms that carry the claims; the others would take SmolLM2 an hour."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,8 @@ class Config(Training):
     test_samples: int = 8
     """Answers of each model to each held-out problem; they vote there as in training."""
 
+    models_known: ClassVar[tuple[str, ...]] = ("tiny", "smollm2")
+
     def __post_init__(self):
         super().__post_init__()
         self.require(models=(1, None), keep=(1e-6, 1))
@@ -73,6 +77,7 @@ class Config(Training):
 PRESETS = {
     "smoke": Config(**{**TINY, "test_samples": 4}),
     "laptop": Config(rollouts=64, steps=24),
+    "smollm2": Config(**{**SMOLLM2, "rollouts": 16}),
     "paper": Config(group_size=16, rollouts=2048, steps=300, evaluations=30, rates=(1e-6,), shapes_only=True),
 }
 
@@ -161,7 +166,9 @@ def _single(cfg: Config, folder: core.RunDir, bench: Any) -> "Measured":
     """The first model of each ensemble alone, by its own majority, with all models' rollouts: equal compute."""
     from experiments import rl_arms
 
-    leaves = [leaf[:, :1] for leaf in rl_arms.warm_seeds(cfg, folder, bench, cfg.models)]
+    leaves = None
+    if cfg.model == "tiny":
+        leaves = [leaf[:, :1] for leaf in rl_arms.warm_seeds(cfg, folder, bench, cfg.models)]
     wide = dataclasses.replace(
         cfg, models=1, rollouts=cfg.models * cfg.rollouts, group_size=cfg.models * cfg.group_size,
         test_samples=cfg.models * cfg.test_samples,
@@ -209,7 +216,10 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
         return policy_shapes(losses, prompts=cfg.prompts, group=cfg.group_size, prompt=512, new=3072)
     from experiments import rl_arms, rl_votes
 
-    simulated = rl_votes.simulate(cfg, folder, chosen)
+    simulated, left_out = rl_votes.simulate(cfg, folder, chosen), []
+    if cfg.model == "smollm2":
+        left_out = [a.name for a in chosen if a.name not in ON_SMOLLM2]
+        chosen = [a for a in chosen if a.name in ON_SMOLLM2]
     bench = rl_arms.prepare(cfg)
     measured = rl_arms.compare(cfg, folder, bench, chosen, models_each=cfg.models, probe=True)
     rl_arms.join(measured, _single(cfg, folder, bench))
@@ -226,6 +236,7 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
             f"{cfg.models} models a seed, {cfg.rollouts} rollouts each a step; pass rates are their mean. Selection "
             f"trains on {cfg.keep:g} of the rollouts that were drawn. {SINGLE}: the first model of each seed, which "
             "starts where it does, not where the mean does; its votes, and its pass@k, are of all models' answers.",
+            *([f"Not on SmolLM2, where all models start alike: {', '.join(left_out)}."] if left_out else []),
             *simulated.notes,
         ],
     )

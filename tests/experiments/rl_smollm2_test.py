@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import core, lambda_grpo, rl_compose, rl_smollm2, rl_tasks
-from experiments.rl_config import TINY
-from jaxmeth import hf, models
+from experiments import asymmetric, core, lambda_grpo, rif_rft, ripo, rl_arms, rl_compose, rl_smollm2, rl_tasks, rler
+from experiments.rl_config import TINY, Training
+from jaxmeth import hf, models, train
 from jaxmeth.types import ConfigError
 
 SMALL = {
@@ -72,8 +72,71 @@ def test_seeds_are_stored_and_found_again(bench, monkeypatch):
     )
 
 
+def test_answers_vote_by_what_they_state(bench):
+    texts = [["it is 5.", "5", "six", "05"], ["5", "-5", "1,005", "5."]]
+    problem = bench.pool[0]._replace(task="chain_sum", answer="5")
+    ids = [[rl_tasks.encode("".join(c for c in t if c in rl_tasks.CHARACTERS)) for t in row] for row in texts]
+    tokens = jnp.asarray([[i + [0] * (8 - len(i)) for i in row] for row in ids])
+    logp = jnp.where(tokens > 0, -0.5, 0.0)
+    made = train.Rollouts(None, None, tokens, tokens > 0, logp)
+    judged = bench.judged([problem], made, made)
+    np.testing.assert_array_equal(judged.right[:, 0], [[1, 1, 0, 0], [1, 0, 0, 1]])
+    # By what is stated, among all eight answers; "six" states no number.
+    np.testing.assert_array_equal(rl_arms.same_answers(judged)[0], [[0, 0, -1, 3], [0, 5, 6, 0]])
+    np.testing.assert_allclose(rler.confidence(judged).reward[:, 0], np.full((2, 4), np.exp(-0.5)), rtol=1e-6)
+    found = {a.name: a.reward(judged).reward[:, 0] for a in rler.arms()}
+    np.testing.assert_array_equal(found[rler.ORACLE], judged.right[:, 0])
+    np.testing.assert_array_equal(found["ensemble hard"], judged.right[:, 0])
+    np.testing.assert_array_equal(found["frozen votes"], judged.right[:, 0])
+
+
+def test_models_differ_by_their_draws_and_share_the_base(bench):
+    cfg = rler.Config(**{**SMALL, "steps": 1})
+    optimizer = train.adamw(1e-2)
+    states, base = rl_smollm2.adapted(cfg, bench, jax.random.key(1), optimizer, 2)
+    assert states.frozen is None
+    assert all(leaf.shape[0] == 2 for leaf in jax.tree.leaves(states.params))
+    made = rl_smollm2.sampler(cfg, bench)(
+        states, base, *bench.tokens(bench.pool[:2]), jax.random.split(jax.random.key(2)), 3
+    )
+    assert made.tokens.shape == (2, 6, bench.new_tokens)
+    assert (made.tokens[0] != made.tokens[1]).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [rler, rl_compose, rif_rft])
+def test_an_experiment_runs_and_resumes(bench, monkeypatch, module):
+    more = {rler: {}, rl_compose: {"compared": 2}, rif_rft: {"filter_rollouts": 2}}[module]
+    cfg, folder = module.Config(**{**SMALL, "steps": 1}, **more), core.RunDir()
+    result = module.run(cfg, folder)
+    tables = result.tables()
+    rows = {r["arm"]: r for r in tables["SmolLM2-135M"]}
+    if module is rler:
+        assert set(rows) == {*rler.ON_SMOLLM2, rler.SINGLE}
+        assert len(tables["bias of the reward on held-out problems"]) == 5
+        assert folder.chunks() == 5
+    if module is rl_compose:
+        assert set(rows) == set(rl_compose.COMPARED[:2])
+        assert [r["finite"] for r in tables["every legal combination"]] == ["yes"] * 32
+    if module is rif_rft:
+        assert tuple(rows) == rif_rft.ON_SMOLLM2
+        assert rows["SFT"]["rollouts"] == 0
+        assert rows["GRPO"]["rollouts"] == 2 * 8
+        assert 2 * 8 * 2 <= rows["RIF-RFT"]["rollouts"] <= 2 * 8 * 2 + 2 * 8
+    monkeypatch.setattr(rl_smollm2, "sampler", lambda cfg, bench: None)
+    again = module.run(cfg, folder).tables()["SmolLM2-135M"]
+    assert [str(r) for r in again] == [str(r) for r in tables["SmolLM2-135M"]]
+
+
+@pytest.mark.parametrize("module", [asymmetric, lambda_grpo, rif_rft, ripo, rl_compose, rler])
+def test_the_preset_is_a_small_run(module):
+    cfg = module.PRESETS["smollm2"]
+    assert (cfg.model, cfg.simulation_seeds, len(cfg.rates)) == ("smollm2", 0, 1)
+    assert cfg.rollouts * cfg.steps <= 128
+
+
 def test_an_experiment_without_it_refuses():
     with pytest.raises(ConfigError, match="model: found 'smollm2', expected tiny"):
-        rl_compose.Config(model="smollm2")
+        Training(model="smollm2")
     with pytest.raises(ConfigError, match="model: found 'large', expected tiny or smollm2"):
         lambda_grpo.Config(model="large")
