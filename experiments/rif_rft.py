@@ -99,7 +99,7 @@ class Config(Training):
 PRESETS = {
     "smoke": Config(**{**TINY, "selection_seeds": 1}),
     "laptop": Config(warm_steps=900, rollouts=64, steps=24, train_problems=128, test_samples=2),
-    "smollm2": Config(**{**SMOLLM2, "rollouts": 16, "train_problems": 16}, filter_rollouts=4),
+    "smollm2": Config(**{**SMOLLM2, "train_problems": 16, "test_samples": 2}, filter_rollouts=4),
     "paper": Config(group_size=8, rollouts=1024, rates=(1e-6,), shapes_only=True),
 }
 

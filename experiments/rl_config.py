@@ -1,8 +1,9 @@
 """The options that all reinforcement-learning experiments share. Nothing here imports JAX."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from experiments import core, rl_tasks
 from jaxmeth.errors import ConfigError
@@ -97,6 +98,14 @@ class Training(core.Config):
                 f"train_problems: found {self.train_problems}, expected at least {asked}, a step's prompts"
             )
 
+    def trained(self, arms: Sequence[Any], on_smollm2: Sequence[str]) -> tuple[list[Any], list[str]]:
+        """The arms that the model trains, all or on SmolLM2 the named ones, and a note of those left out."""
+        if self.model == "tiny":
+            return list(arms), []
+        left_out = ", ".join(a.name for a in arms if a.name not in on_smollm2)
+        notes = [f"Not trained on SmolLM2, to save time: {left_out}."] if left_out else []
+        return [a for a in arms if a.name in on_smollm2], notes
+
     @property
     def prompts(self) -> int:
         """Prompts a training step."""
@@ -111,8 +120,7 @@ TINY = {
 """What a smoke preset changes: the same code in seconds."""
 
 SMOLLM2 = {
-    "model": "smollm2", "terms": 2, "temperature": 0.7, "rollouts": 32, "steps": 4, "evaluations": 2, "rates": (1e-3,),
-    "train_problems": 48, "test_problems": 16, "test_samples": 4, "seeds": 2, "selection_seeds": 1,
-    "simulation_seeds": 0,
+    "model": "smollm2", "terms": 2, "rollouts": 16, "steps": 4, "evaluations": 1, "rates": (1e-3,),
+    "train_problems": 48, "test_problems": 16, "test_samples": 4, "seeds": 2, "selection_seeds": 1, "simulation_seeds": 0,
 }  # fmt: skip
 """What a smollm2 preset changes: the arms on SmolLM2-135M-Instruct in minutes, the simulations left out."""

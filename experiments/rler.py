@@ -49,7 +49,7 @@ ABOUT = core.About(
 PAPER = "two Qwen2.5-Math-1.5B/7B, DAPO-Math-17k without labels, 16 rollouts; Avg@16 on MATH500, AMC and AIME."
 SELF, RLER, ORACLE, SINGLE = "self majority", "RLER", "verifier", "one model, all rollouts"
 ON_SMOLLM2 = (ORACLE, SELF, "RLER, no selection", RLER)
-"""The arms that carry the claims; the others would take SmolLM2 an hour."""
+"""The arms that carry the claims. The models of an ensemble start alike there and differ by their own rollouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Config(Training):
 PRESETS = {
     "smoke": Config(**{**TINY, "test_samples": 4}),
     "laptop": Config(rollouts=64, steps=24),
-    "smollm2": Config(**{**SMOLLM2, "rollouts": 16}),
+    "smollm2": Config(**{**SMOLLM2, "steps": 3, "test_samples": 2}),
     "paper": Config(group_size=16, rollouts=2048, steps=300, evaluations=30, rates=(1e-6,), shapes_only=True),
 }
 
@@ -216,10 +216,8 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
         return policy_shapes(losses, prompts=cfg.prompts, group=cfg.group_size, prompt=512, new=3072)
     from experiments import rl_arms, rl_votes
 
-    simulated, left_out = rl_votes.simulate(cfg, folder, chosen), []
-    if cfg.model == "smollm2":
-        left_out = [a.name for a in chosen if a.name not in ON_SMOLLM2]
-        chosen = [a for a in chosen if a.name in ON_SMOLLM2]
+    simulated = rl_votes.simulate(cfg, folder, chosen)
+    chosen, left_out = cfg.trained(chosen, ON_SMOLLM2)
     bench = rl_arms.prepare(cfg)
     measured = rl_arms.compare(cfg, folder, bench, chosen, models_each=cfg.models, probe=True)
     rl_arms.join(measured, _single(cfg, folder, bench))
@@ -236,7 +234,7 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
             f"{cfg.models} models a seed, {cfg.rollouts} rollouts each a step; pass rates are their mean. Selection "
             f"trains on {cfg.keep:g} of the rollouts that were drawn. {SINGLE}: the first model of each seed, which "
             "starts where it does, not where the mean does; its votes, and its pass@k, are of all models' answers.",
-            *([f"Not on SmolLM2, where all models start alike: {', '.join(left_out)}."] if left_out else []),
+            *left_out,
             *simulated.notes,
         ],
     )
