@@ -121,6 +121,7 @@ TINY = {
 
 SMOLLM2 = {
     "model": "smollm2", "terms": 2, "rollouts": 16, "steps": 4, "evaluations": 1, "rates": (1e-3,),
-    "train_problems": 48, "test_problems": 16, "test_samples": 4, "seeds": 2, "selection_seeds": 1, "simulation_seeds": 0,
+    "train_problems": 48, "test_problems": 16, "test_samples": 4, "seeds": 2, "selection_seeds": 1,
+    "simulation_seeds": 0,
 }  # fmt: skip
 """What a smollm2 preset changes: the arms on SmolLM2-135M-Instruct in minutes, the simulations left out."""
