@@ -120,6 +120,7 @@ def arms(cfg: Config) -> list[Arm]:
         found += [Arm(block, "MassDiff", "W4A4", how, "all") for how in ("nearest", "learnt")]
         found += [Arm(f"b={b}", o, "W4A4") for b in cfg.others if b != cfg.block for o in ("none", "MassDiff")]
         found += [Arm(block, o, "W4A4") for o in FURTHER]
+        found += [Arm(block, o, "W4") for o in perq_inputs.DRAWS]
     return found
 
 
@@ -267,6 +268,10 @@ def _perplexities(lab: Lab, folder: core.RunDir) -> tuple[core.Rows, list[core.C
                 )
                 better = interval(lambda f, a, b: _ratio(f, a) - _ratio(f, b), full, loss, none)
                 claims.append(core.Claim(f"{where}: MassDiff recovers more of it than no order", better, ">", 0))
+            drawn = [losses[arm._replace(order=o)] for o in perq_inputs.DRAWS if arm._replace(order=o) in losses]
+            if drawn:
+                name = f"{where}: MassDiff's log perplexity over the mean of {len(drawn)} random orders, in their sds"
+                claims.append(core.Claim(name, _spreads(loss, drawn), "<=", 2))
         if arm.how == "learnt":
             gain = interval(_gain, losses[arm._replace(how="nearest")], loss)
             claims.append(
@@ -277,6 +282,11 @@ def _perplexities(lab: Lab, folder: core.RunDir) -> tuple[core.Rows, list[core.C
 
 def _gain(before: np.ndarray, after: np.ndarray) -> float:
     return float(np.mean(before - after))
+
+
+def _spreads(ours: np.ndarray, drawn: list[np.ndarray]) -> float:
+    means = [loss.mean() for loss in drawn]
+    return float((ours.mean() - np.mean(means)) / np.std(means, ddof=1))
 
 
 def _ratio(full: np.ndarray, ours: np.ndarray) -> float:

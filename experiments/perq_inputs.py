@@ -7,6 +7,8 @@ import numpy as np
 from experiments import core
 
 ORDERS = ("none", "random", "absmax", "zigzag", "MassDiff")
+DRAWS = tuple(f"random-{i}" for i in range(1, 7))
+"""More random orders: how far regrouping the channels alone moves a perplexity."""
 # Mean error of A4 inputs over the layers of SmolLM2-135M, and outliers left, measured with torch (methods file 09).
 STATED = {
     ("A4 error", 16): {"none": 0.179, "random": 0.178, "absmax": 0.200, "zigzag": 0.158, "MassDiff": 0.157},
@@ -35,7 +37,8 @@ def strategies(seed: int) -> dict:
     from jaxmeth import quant
 
     found = (quant.by_identity, quant.by_chance(seed), quant.by_absmax, quant.by_zigzag, quant.by_mass)
-    return dict(zip(ORDERS, found, strict=True))
+    draws = {name: quant.by_chance(seed + i) for i, name in enumerate(DRAWS, 1)}
+    return dict(zip(ORDERS, found, strict=True)) | draws
 
 
 def find_orders(lab: Lab, folder: core.RunDir) -> dict[tuple[str, int], np.ndarray]:

@@ -14,6 +14,11 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxmeth.types import ConfigError, is_concrete
 
+ROWS = 32
+"""Rows added at a time, a power of two: their sums stay in the cache."""
+ALONE = 32
+"""Channels that join one by one where sorting the blocks places fewer."""
+
 
 class MassState(NamedTuple):
     """Streaming statistics of channels: ``total`` of |x| and ``peak`` of |x| over ``count`` tokens.
@@ -56,14 +61,22 @@ def _add(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
 
 
 @jax.jit
-def _exact_sum(size: Float[Array, "n d"]) -> tuple[Array, Array]:
-    """The sum of the rows in pairs of pairs, and what rounding took from it."""
-    total = size, jnp.zeros_like(size)
-    while (n := total[0].shape[0]) > 1:
-        half = (n + 1) // 2
-        behind = [jnp.pad(a[half:], ((0, 2 * half - n), (0, 0))) for a in total]
-        total = _add((total[0][:half], total[1][:half]), (behind[0], behind[1]))
-    return total[0].sum(0), total[1].sum(0)  # of one row, or of none
+def _exact_size(x: Float[Array, "n d"]) -> tuple[Array, Array]:
+    """The sum of |x| over rows, ``ROWS`` side by side and then in pairs, and what rounding took from it."""
+    n, d = x.shape
+    rest = n % ROWS
+    last = jnp.abs(jnp.pad(x[n - rest :], ((0, ROWS - rest), (0, 0))))
+
+    def add(i, total):
+        rows = jnp.abs(jax.lax.dynamic_slice(x, (i * ROWS, 0), (ROWS, d)))
+        return _add(total, (rows, jnp.zeros_like(rows)))
+
+    total = (last, jnp.zeros_like(last))
+    if n >= ROWS:
+        total = jax.lax.fori_loop(0, n // ROWS, add, total)
+    while (half := total[0].shape[0] // 2) > 0:
+        total = _add((total[0][:half], total[1][:half]), (total[0][half:], total[1][half:]))
+    return total[0][0], total[1][0]
 
 
 def merge_mass(a: MassState, b: MassState) -> MassState:
@@ -74,10 +87,10 @@ def merge_mass(a: MassState, b: MassState) -> MassState:
 
 def update_mass(state: MassState, x: Float[Array, "*n d"]) -> MassState:
     """Add the tokens of ``x``; float32 or better whatever the dtype of x. No tokens change nothing."""
-    size = jnp.abs(x.astype(jnp.promote_types(x.dtype, jnp.float32))).reshape(-1, x.shape[-1])
-    total, low = _exact_sum(size)
-    count = jnp.asarray(size.shape[0], state.count.dtype)
-    return merge_mass(state, MassState(total, size.max(0, initial=0.0), count, low))
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(-1, x.shape[-1])
+    total, low = _exact_size(x)
+    count = jnp.asarray(x.shape[0], state.count.dtype)
+    return merge_mass(state, MassState(total, jnp.abs(x).max(0, initial=0.0), count, low))
 
 
 def channel_mass(x: Float[Array, "T d"]) -> Float[Array, " d"]:
@@ -109,7 +122,8 @@ def massdiff(mass: Float[Array, " d"], block: int, low: Float[Array, " d"] | Non
 
     .. math:: j^* = \arg\min_{j : |B_j| < b} \sum_{i \in B_j} s_i, \qquad s_i = \mathrm{mean}_t |X_{ti}|
 
-    which is longest-processing-time list scheduling with full blocks closed: O(d log d + d n).
+    which is longest-processing-time list scheduling with full blocks closed. While blocks are about as heavy as each
+    other, many channels join in one step: O(b n log n) then, O(d n) where single blocks are far lighter than the rest.
 
     The masses of blocks come close to each other as they fill, so that sums in float32 pick the wrong one of two at
     large d; they are kept to twice the digits. With ``low`` the order is that of the exact sums over the tokens
@@ -143,21 +157,37 @@ def _massdiff(mass: Float[Array, " d"], low: Float[Array, " d"], block: int) -> 
     n = d // block
     mass, low = (a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in (mass, low))
     order = jax.lax.sort((-mass, -low, jnp.arange(d)), num_keys=2, is_stable=True)[2]
+    if n == d:
+        return order
     mass, low = mass[order], low[order]
+    left, waiting, waiting_low = d - n, *(jnp.pad(a[n:], (0, n)) for a in (mass, low))
 
-    def join(carry, channel):
-        open_mass, held, lost, count = carry
-        least = jnp.min(open_mass)
-        j = jnp.argmin(jnp.where(open_mass == least, lost, jnp.inf))
-        place = j * block + count[j]
-        sum_, rest = _add((held[j], lost[j]), channel)
-        held, lost, count = held.at[j].set(sum_), lost.at[j].set(rest), count.at[j].add(1)
-        open_mass = open_mass.at[j].set(jnp.where(count[j] == block, jnp.inf, sum_))
-        return (open_mass, held, lost, count), place
+    def one(_, state):
+        held, lost, count, places, start = state
+        open_mass = jnp.where(count == block, jnp.inf, held)
+        j = jnp.argmin(jnp.where(open_mass == jnp.min(open_mass), lost, jnp.inf))
+        sum_, rest = _add((held[j], lost[j]), (waiting[start], waiting_low[start]))
+        places = places.at[start].set(j * block + count[j])
+        return held.at[j].set(sum_), lost.at[j].set(rest), count.at[j].add(1), places, start + 1
 
-    begun = jnp.ones((n,), jnp.int32)
-    open_mass = jnp.where(begun == block, jnp.inf, mass[:n])
-    _, places = jax.lax.scan(join, (open_mass, mass[:n], low[:n], begun), (mass[n:], low[n:]))
+    def many(state):
+        # The k-th lightest block takes the k-th channel if by then all lighter ones have become heavier than it.
+        held, lost, count, places, start = state
+        keys = jnp.where(count == block, jnp.inf, held), lost, jnp.arange(n)
+        top, rest, to = jax.lax.sort(keys, num_keys=2, is_stable=True)
+        sums, rests = _add((top, rest), tuple(jax.lax.dynamic_slice(a, (start,), (n,)) for a in (waiting, waiting_low)))
+        heavier = (jax.lax.cummin(sums)[:-1] > top[1:]) & jnp.isfinite(top[1:])
+        taken = jnp.minimum(1 + jnp.cumprod(heavier.astype(jnp.int32)).sum(), left - start)
+        at, place = start + jnp.arange(n), to * block + count[to]
+        at, to = (jnp.where(jnp.arange(n) < taken, a, d) for a in (at, to))  # d: past the end, dropped
+        held, lost = held.at[to].set(sums, mode="drop"), lost.at[to].set(rests, mode="drop")
+        places, start = places.at[at].set(place, mode="drop"), start + taken
+        # Where most blocks are far heavier than the next channels, turns of one are cheaper than sorting for each.
+        alone = jnp.where(taken < ALONE, jnp.minimum(ALONE, left - start), 0)
+        return jax.lax.fori_loop(0, alone, one, (held, lost, count.at[to].add(1, mode="drop"), places, start))
+
+    begun = mass[:n], low[:n], jnp.ones((n,), jnp.int32), jnp.zeros((left,), jnp.int32), jnp.zeros((), jnp.int32)
+    places = jax.lax.while_loop(lambda state: state[-1] < left, many, begun)[3]
     idx = jnp.zeros((d,), order.dtype).at[jnp.arange(n) * block].set(order[:n])
     return idx.at[places].set(order[n:])
 

@@ -155,6 +155,24 @@ def greedy(mass, block):
     return np.concatenate(blocks)
 
 
+@pytest.mark.parametrize("kind", ["even", "heavy", "equal", "few values", "mostly zero"])
+def test_massdiff_joins_many_at_once_as_it_would_one_by_one(kind):
+    """Equal and vanishing masses, and blocks so heavy that channels must join one by one; 80 blocks of 12."""
+    random = np.random.default_rng(3)
+    d, block = 960, 12
+    mass = {
+        "even": lambda: random.random(d),
+        "heavy": lambda: np.exp(4 * random.normal(size=d)),
+        "equal": lambda: np.ones(d),
+        "few values": lambda: random.integers(0, 5, d),
+        "mostly zero": lambda: random.random(d) * (random.random(d) < 0.3),
+    }[kind]()
+    # Few digits, so that float64 sums, the reference, are exact and ties are ties.
+    mass = np.round(mass * 2**10) / 2**10
+    found = quant.massdiff(jnp.asarray(mass, jnp.float32), block)
+    np.testing.assert_array_equal(found, greedy(np.float32(mass), block))
+
+
 def token_loop(x, block):
     """The public code's way: each block carries the sum of its token vectors and takes the mean; in float64."""
     size = np.abs(x.astype(np.float64))
