@@ -17,11 +17,11 @@ Expected: share of attention mass at density 1/8 (laptop, measured; oracle .829 
             .05   .10          0       .10    .80   .10     .50    .50         .50
 
 DHSA ("fixed") over top-k: +.645 [.631, .662] and +.719 [.715, .723], far above the 3 points claimed (the public code's
-top-k forces no block and lets later ones compete); over sink+window only +.001 [.000, .002] and +.006 [.004, .007]. Near
-dense it is not at this size of model: perplexity 1.40 [1.23, 1.63] of dense (claimed: within 3%), half of the needles
-(claimed: 90%). The predictor reaches F1 .601 [.592, .610] (a boundary everywhere: .490) yet its chunks cover less than
-fixed ones: -.033 [-.041, -.026] and -.095 [-.100, -.089], and less than similarity's. A whole prompt is 1.6 and 1.7
-times as fast as dense at 2048 and 4096 tokens (a busy machine).
+top-k forces no block and lets later ones compete); over sink+window only +.001 [.000, .002] and +.006 [.004, .007].
+Near dense it is not at this size of model: perplexity 1.40 [1.23, 1.63] of dense (claimed: within 3%), half of the
+needles (claimed: 90%). The predictor reaches F1 .601 [.592, .610] (a boundary everywhere: .490) yet its chunks cover
+less than fixed ones: -.033 [-.041, -.026] and -.095 [-.100, -.089], and less than similarity's. A whole prompt is 1.6
+and 1.7 times as fast as dense at 2048 and 4096 tokens (a busy machine).
 Minutes: smoke 2, laptop 45 (in several sittings on a busy machine).
 """
 

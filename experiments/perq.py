@@ -120,7 +120,7 @@ def arms(cfg: Config) -> list[Arm]:
         found += [Arm(block, "MassDiff", "W4A4", how, "all") for how in ("nearest", "learnt")]
         found += [Arm(f"b={b}", o, "W4A4") for b in cfg.others if b != cfg.block for o in ("none", "MassDiff")]
         found += [Arm(block, o, "W4A4") for o in FURTHER]
-        found += [Arm(block, o, "W4") for o in perq_inputs.DRAWS]
+        found += [Arm(block, o, "W4") for o in perq_inputs.DRAWS + perq_inputs.NEAR]
     return found
 
 

@@ -9,6 +9,8 @@ from experiments import core
 ORDERS = ("none", "random", "absmax", "zigzag", "MassDiff")
 DRAWS = tuple(f"random-{i}" for i in range(1, 7))
 """More random orders: how far regrouping the channels alone moves a perplexity."""
+NEAR = tuple(f"near-{i}" for i in range(1, 4))
+"""Random orders that move no channel by more than two blocks."""
 # Mean error of A4 inputs over the layers of SmolLM2-135M, and outliers left, measured with torch (methods file 09).
 STATED = {
     ("A4 error", 16): {"none": 0.179, "random": 0.178, "absmax": 0.200, "zigzag": 0.158, "MassDiff": 0.157},
@@ -38,7 +40,15 @@ def strategies(seed: int) -> dict:
 
     found = (quant.by_identity, quant.by_chance(seed), quant.by_absmax, quant.by_zigzag, quant.by_mass)
     draws = {name: quant.by_chance(seed + i) for i, name in enumerate(DRAWS, 1)}
-    return dict(zip(ORDERS, found, strict=True)) | draws
+    return dict(zip(ORDERS, found, strict=True)) | draws | {name: _by_near(seed + i) for i, name in enumerate(NEAR, 1)}
+
+
+def _by_near(seed: int):
+    def order(stats, block: int) -> np.ndarray:
+        width = stats.total.shape[-1]
+        return np.argsort(np.arange(width) + 2 * block * np.random.default_rng(seed).random(width))
+
+    return order
 
 
 def find_orders(lab: Lab, folder: core.RunDir) -> dict[tuple[str, int], np.ndarray]:

@@ -33,7 +33,7 @@ def test_the_texts_are_disjoint_or_named(tmp_path):
 
 def test_every_arm_has_what_it_is_compared_with():
     found = perq.arms(perq.Config(others=(16, 64)))
-    assert len(set(found)) == len(found) == 31
+    assert len(set(found)) == len(found) == 34
     for arm in found:
         if arm.how == "learnt":
             assert arm._replace(how="nearest") in found
