@@ -26,7 +26,7 @@ Minutes: smoke 1, laptop 10.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -57,8 +57,6 @@ class Config(Training):
     """Share of wrong answers (other problems' ones) in the last eighth of the supervised steps: what is unlearnt."""
     zero_warmup: int = 10
     """Steps in which prompts that were never solved are skipped, in the arm with a warm-up."""
-
-    models_known: ClassVar[tuple[str, ...]] = ("tiny", "smollm2")
 
     def __post_init__(self):
         super().__post_init__()

@@ -47,7 +47,7 @@ class RunOptions:
     """Where the run goes."""
 
     preset: str = "laptop"
-    """smoke, laptop or paper: the values that the options below start from."""
+    """smoke, laptop, paper or another the experiment names (smollm2): what the options below start from."""
     config: Path | None = None
     """A JSON file of options (also a run's config.json); options given here win over it."""
     out: Path = Path("results")

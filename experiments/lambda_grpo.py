@@ -26,7 +26,7 @@ Minutes: smoke 1, laptop 15.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -54,8 +54,6 @@ class Config(Training):
     """Times that an arm is evaluated after training has begun; divides the steps."""
     temperatures: tuple[float, ...] = (0.75, 1.5)
     """Other temperatures at which GRPO and lambda-GRPO are compared; the lower, the more is shared."""
-
-    models_known: ClassVar[tuple[str, ...]] = ("tiny", "smollm2")
 
     def __post_init__(self):
         super().__post_init__()

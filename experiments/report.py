@@ -19,7 +19,7 @@ from experiments.page import SCRIPT, STYLE
 from jaxmeth.errors import ConfigError
 from jaxmeth.train.files import write_atomically
 
-_SIZE = ("smoke", "laptop", "paper")
+_SIZE = ("smoke", "smollm2", "laptop", "paper")
 
 
 class Run(NamedTuple):

@@ -27,7 +27,7 @@ Minutes: smoke 1, laptop 25.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -88,8 +88,6 @@ class Config(Training):
     """Share of problems of earlier tasks, in the arm with replay."""
     rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
     """Learning rates of every arm; each is a point of gain against forgetting."""
-
-    models_known: ClassVar[tuple[str, ...]] = ("tiny", "smollm2")
 
     def __post_init__(self):
         super().__post_init__()

@@ -24,7 +24,7 @@ Minutes: smoke 1, laptop 10 (12 of processor time).
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -56,7 +56,6 @@ class Config(Training):
     """Answers a prompt; divides the rollouts."""
     steps: int = 24
     """Batches of rollouts that an arm trains on."""
-    models_known: ClassVar[tuple[str, ...]] = ("tiny", "smollm2")
 
 
 PRESETS = {

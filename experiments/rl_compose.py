@@ -14,7 +14,7 @@ Minutes: smoke 1, laptop 10.
 import dataclasses
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -64,8 +64,6 @@ class Config(Training):
     """Training steps of every legal combination."""
     compared: int = 8
     """How many of the eight are compared, from the first."""
-
-    models_known: ClassVar[tuple[str, ...]] = ("tiny", "smollm2")
 
     def __post_init__(self):
         super().__post_init__()

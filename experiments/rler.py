@@ -30,7 +30,7 @@ Minutes: smoke 1, laptop 24 (on a busy machine).
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -66,8 +66,6 @@ class Config(Training):
     """Held-out problems of every evaluation."""
     test_samples: int = 8
     """Answers of each model to each held-out problem; they vote there as in training."""
-
-    models_known: ClassVar[tuple[str, ...]] = ("tiny", "smollm2")
 
     def __post_init__(self):
         super().__post_init__()

@@ -46,7 +46,7 @@ class SweepOptions:
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the commands and stop."""
     preset: str = "laptop"
-    """smoke, laptop or paper: the values that the options below start from."""
+    """smoke, laptop, paper or another the experiment names (smollm2): what the options below start from."""
     config: Path | None = None
     """A JSON file of options; options given here win over it."""
     out: Path = Path("results")
