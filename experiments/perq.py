@@ -25,13 +25,14 @@ and perplexity at b=16 (float 11.7), 20,480 tokens
 
 PeRQ* reaches .962 [.939, .986] of the full rotation's perplexity, no order .829 [.811, .848]: MassDiff closes .81 [.70,
 .92] of the gap. On 5,120 tokens (down only, W4A4, nearest) zigzag lowers the log perplexity by .000 [-.046, .048],
-absmax raises it by .139 [.100, .179]. Rounding all weights to nearest costs 137, with learnt R1 and R2 (PeRQ-dagger)
-42.0.
+absmax raises it by .139 [.100, .179]. All weights rounded to nearest: perplexity 137, with learnt R1 and R2
+(PeRQ-dagger) 42.0.
 
 The reversal, weights alone: MassDiff is .022 [.006, .039] above no order in log perplexity, though its error of the
-weight and of the output is no larger (log changes -.002 and -.007). Six random orders are .015 to .061 above no order,
-in the mean .9 of their standard deviations above MassDiff; three that move no channel far, -.008 to .059. Any
-regrouping moves this perplexity by about .02 either way: the reversal is one draw of that, not what MassDiff does.
+weight and of the output is no larger (log changes -.002 and -.007). It is not MassDiff's: six random orders are .015 to
+.061 above no order, in the mean .9 of their standard deviations above MassDiff, and of three that move no channel far
+two are .040 and .059 above it, one .008 below. Nearly every regrouping raises this perplexity, MassDiff less than most;
+whether the stored order is special or lucky these nine draws do not settle.
 Minutes: smoke 2, laptop 50.
 """
 
@@ -175,6 +176,7 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
             "W4 error: of the down projection's weight after the same order and rotation; output errors: of its "
             "product, to nearest. An order made for the inputs also regroups the weight's columns: the table of log "
             "changes tells the two sides apart, and the random orders under W4 what regrouping alone does.",
+            "A share of a gap counts the resamples that have one: where two perplexities hardly differ it says little.",
             "'recovered' is the full rotation's perplexity over this one; the paper's 90% and 46% are this ratio.",
             f"Blocks of {', '.join(map(str, cfg.others))} and the orders {', '.join(FURTHER)}: the first {cfg.fewer:,} "
             "evaluation tokens, and so what they are held against. "

@@ -2,11 +2,11 @@
 
 ``python -m experiments.bench.quant [--quick] [--model nearest|Qronos]``. Targets on two cores: MassDiff at d = 8192,
 blocks of 32, at least 50 times the loop that carries whole token vectors (Brevitas's own where it is installed, else
-the same in numpy) with equal orders; block rotation within 1.2 times the better of one product and the butterfly at
-each size, and ahead of scipy's matrix and of qwix's rotation where that is installed (up to 128 channels all are one
-product: within 5%, the noise); with ``--model`` calibration and rounding of all linear weights of SmolLM2-135M under 3
-minutes to nearest and 15 with Qronos, peak memory under 4 GB. Exit code 1 where a target is missed. The peers come with
-``pip install brevitas torch qwix``.
+the same in numpy) in the order that it finds in float64; block rotation within 1.2 times the better of one product and
+the butterfly at each size, and ahead of scipy's matrix and of qwix's rotation where that is installed (up to 128
+channels all are one product: within 5%, the noise); with ``--model`` calibration and rounding of all linear weights of
+SmolLM2-135M under 3 minutes to nearest and 15 with Qronos, peak memory under 4 GB. Exit code 1 where a target is
+missed. The peers come with ``pip install brevitas torch qwix``.
 """
 
 import argparse

@@ -108,6 +108,8 @@ def check_numbers(x: Array, name: str) -> None:
 
 
 def _check(values: Array, block: int, name: str) -> None:
+    if values.ndim != 1:
+        raise ConfigError(f"{name}: found shape {values.shape}, expected one layer [d] (MassState.layer)")
     d = values.shape[-1]
     if isinstance(block, bool) or not isinstance(block, int) or block < 1 or d % block:
         raise ConfigError(f"block: found {block!r}, expected a whole number that divides the width {d}")
@@ -137,9 +139,9 @@ def massdiff(mass: Float[Array, " d"], block: int, low: Float[Array, " d"] | Non
 
     Returns:
       The order; blocks in turn, members in the order they joined. Equal masses: lower channel first. Channels of mass
-      0 join last. ``arange(d)`` where block = d.
+      0 join last, and as such count subnormal numbers and, inside jit, NaN and infinity. ``arange(d)`` where block = d.
 
-    Raises: ConfigError where ``block`` does not divide d, or (outside jit) for NaN or infinity.
+    Raises: ConfigError where ``block`` does not divide d, for more than one layer, (outside jit) for NaN or infinity.
     Reference: arXiv 2601.22347, MassDiff. Reconstruction: the public code carries whole token vectors and takes the
       mean at each step; adding one candidate to every block leaves the argmin alone, so scalars suffice.
     """
@@ -156,6 +158,12 @@ def _massdiff(mass: Float[Array, " d"], low: Float[Array, " d"], block: int) -> 
         return jnp.arange(d)
     n = d // block
     mass, low = (a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in (mass, low))
+    finite = jnp.isfinite(mass) & jnp.isfinite(low)
+    mass, low = jnp.where(finite, mass, 0), jnp.where(finite, low, 0)
+    # Halved until no block can overflow: exact.
+    most = jnp.finfo(mass.dtype).max
+    scale = jnp.where(mass.max() > most / (2 * block), 2.0 ** -(block.bit_length() + 1), 1).astype(mass.dtype)
+    mass, low = mass * scale, low * scale
     order = jax.lax.sort((-mass, -low, jnp.arange(d)), num_keys=2, is_stable=True)[2]
     if n == d:
         return order
@@ -167,7 +175,7 @@ def _massdiff(mass: Float[Array, " d"], low: Float[Array, " d"], block: int) -> 
         open_mass = jnp.where(count == block, jnp.inf, held)
         j = jnp.argmin(jnp.where(open_mass == jnp.min(open_mass), lost, jnp.inf))
         sum_, rest = _add((held[j], lost[j]), (waiting[start], waiting_low[start]))
-        places = places.at[start].set(j * block + count[j])
+        places = places.at[start].set((j * block + count[j]).astype(places.dtype))
         return held.at[j].set(sum_), lost.at[j].set(rest), count.at[j].add(1), places, start + 1
 
     def many(state):
@@ -181,7 +189,8 @@ def _massdiff(mass: Float[Array, " d"], low: Float[Array, " d"], block: int) -> 
         at, place = start + jnp.arange(n), to * block + count[to]
         at, to = (jnp.where(jnp.arange(n) < taken, a, d) for a in (at, to))  # d: past the end, dropped
         held, lost = held.at[to].set(sums, mode="drop"), lost.at[to].set(rests, mode="drop")
-        places, start = places.at[at].set(place, mode="drop"), start + taken
+        places = places.at[at].set(place.astype(places.dtype), mode="drop")
+        start = (start + taken).astype(start.dtype)
         # Where most blocks are far heavier than the next channels, turns of one are cheaper than sorting for each.
         alone = jnp.where(taken < ALONE, jnp.minimum(ALONE, left - start), 0)
         return jax.lax.fori_loop(0, alone, one, (held, lost, count.at[to].add(1, mode="drop"), places, start))

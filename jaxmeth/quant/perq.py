@@ -145,11 +145,7 @@ def perq(
     Reference: Pushing the Limits of Block Rotations in Post-Training Quantization, arXiv 2601.22347.
     """
     config = config or perq_star()
-    batches = list(calibration)
-    if not batches:
-        raise ConfigError("calibration: found no batch, expected at least one")
-    for tokens in batches:
-        check_tokens(cfg, tokens, 0)
+    batches = _batches(cfg, calibration)
     targets = _targets(params, config)
     for target in targets:
         plain(params, f"layers.{target}.weight")
@@ -176,7 +172,7 @@ def _permute_hidden(params, cfg, batches, config: PerqConfig, skipped: list[str]
     if block is None:
         return params, None, None, None
     if width % block or not has_hadamard(block):
-        skipped.append(f"R3, P3: found a width of {width}, expected blocks of {block} to divide it")
+        skipped.append(f"R3, P3: found a width of {width}, expected Hadamard blocks of {block} to divide it")
         return params, None, None, None
     stats = layerwise.masses(params, cfg, batches, "mlp.down")
     if not bool(jnp.isfinite(stats.total).all()):
@@ -245,6 +241,15 @@ def _leaf(weight, act_bits: int | None) -> QTensor:
     return leaf.replace(act_bits=act_bits)
 
 
+def _batches(cfg: DecoderConfig, calibration: Iterable) -> list:
+    batches = list(calibration)
+    if not batches:
+        raise ConfigError("calibration: found no batch, expected at least one")
+    for tokens in batches:
+        check_tokens(cfg, tokens, 0)
+    return batches
+
+
 def round_params(
     params: Params, cfg: DecoderConfig, calibration: Iterable, config: PerqConfig
 ) -> tuple[Params, dict[str, Array]]:
@@ -258,9 +263,10 @@ def round_params(
     Returns:
       Parameters whose targets are ``QTensor``; ``||dq - W||_F / ||W||_F`` by target, ``[L]``.
 
-    Raises: ConfigError for weights rounded already.
+    Raises: ConfigError for weights rounded already; where calibration is used, as ``perq`` for it.
     """
-    batches, targets = list(calibration), _targets(params, config)
+    used = config.rounding.second_order and config.weight_bits is not None
+    batches, targets = _batches(cfg, calibration) if used else [], _targets(params, config)
     for target in targets:
         leaf = get(params, f"layers.{target}.weight")
         if not isinstance(leaf, jax.Array) and getattr(leaf, "bits", 0) is not None:

@@ -95,7 +95,11 @@ def _best_shrink(w: Float[Array, "o i"], scale: Float[Array, "o g"], bits: int) 
 
 
 def fake_quantize_weight(w: Float[Array, "o i"], bits: int, group: int | None = None) -> Float[Array, "o i"]:
-    """``dequantize(quantize_weight(w))`` with straight-through gradients, the scale's included."""
+    """``dequantize(quantize_weight(w))`` with straight-through gradients, the scale's included.
+
+    Raises: ConfigError for bits outside 2 to 8.
+    """
+    check_bits(bits)
     s = _grid(w, bits, group)
     return (_runs(_nearest(w, s, bits), s) * s[..., None]).reshape(w.shape)
 

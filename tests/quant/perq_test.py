@@ -272,6 +272,8 @@ def test_what_perq_refuses(starred):
         quant.round_params(star, report.cfg, batches, quant.perq_star())
     with pytest.raises(ConfigError, match="calibration: found no batch"):
         quant.perq(params, cfg, [])
+    with pytest.raises(ConfigError, match="calibration: found no batch"):
+        quant.round_params(params, cfg, [], quant.perq_star())
     with pytest.raises(ConfigError, match="tokens: found id"):
         quant.perq(params, cfg, [np.full((1, 4), cfg.vocab_size, np.int32)])
     bad = jax.tree.map(lambda a: a, params)
@@ -295,7 +297,7 @@ def test_a_width_that_no_block_divides_is_skipped_and_reported():
     cfg, params = checkpoint("llama")[:2]
     tokens = window(cfg)
     made, report = quant.perq(params, cfg, [tokens], quant.perq_star(weight_bits=8, act_bits=8, r3=64))
-    assert any("R3, P3: found a width of 48, expected blocks of 64" in s for s in report.skipped)
+    assert any("R3, P3: found a width of 48, expected Hadamard blocks of 64" in s for s in report.skipped)
     assert report.order is None
     assert made["layers"]["mlp"]["down"]["weight"].rotate is None
     same_function(logits(params, cfg, tokens), logits(made, report.cfg, tokens), 0.02)

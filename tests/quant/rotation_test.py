@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jaxmeth import quant
 from jaxmeth.quant.hadamard import by_butterfly, by_factors, by_matmul
+from jaxmeth.quant.permute import _check as check_order
 from jaxmeth.types import ConfigError
 
 CASES = ["c0", "c1", "c2", "c3", "c4"]
@@ -171,6 +172,30 @@ def test_massdiff_joins_many_at_once_as_it_would_one_by_one(kind):
     mass = np.round(mass * 2**10) / 2**10
     found = quant.massdiff(jnp.asarray(mass, jnp.float32), block)
     np.testing.assert_array_equal(found, greedy(np.float32(mass), block))
+
+
+@pytest.mark.parametrize("block", [2, 3, 8])
+def test_massdiff_is_a_permutation_whatever_the_masses(block):
+    """Sums past the largest float are found in smaller units; under jit NaN and infinity count as nothing."""
+    random = np.random.default_rng(block)
+    huge = jnp.asarray(random.random(24) * 3.4e38, jnp.float32)
+    np.testing.assert_array_equal(quant.massdiff(huge, block), greedy(huge, block))
+    broken = huge.at[::5].set(jnp.nan).at[1].set(jnp.inf)
+    found = jax.jit(quant.massdiff, static_argnums=1)(broken, block)
+    np.testing.assert_array_equal(np.sort(found), np.arange(24))
+    np.testing.assert_array_equal(found, greedy(np.where(np.isfinite(broken), broken, 0), block))
+
+
+def test_massdiff_in_float64(x64):
+    mass = np.random.default_rng(0).standard_t(2, 96) ** 2
+    np.testing.assert_array_equal(quant.massdiff(jnp.asarray(mass), 8), greedy(mass, 8))
+    np.testing.assert_array_equal(quant.massdiff(jnp.asarray(mass, jnp.float32), 8), greedy(np.float32(mass), 8))
+
+
+def test_one_layer_at_a_time():
+    """What a caller sees whose shapes nothing checks."""
+    with pytest.raises(ConfigError, match=r"mass: found shape \(2, 4\), expected one layer"):
+        check_order(quant.mass_init(2, 4).total, 2, "mass")
 
 
 def token_loop(x, block):

@@ -278,7 +278,7 @@ def test_degenerate_input():
 @pytest.mark.parametrize("bits", [1, 9, 0, -1])
 def test_bits_are_checked(bits):
     w = jnp.ones((2, 4))
-    for call in (quant.quantize_weight, quant.quantize_act, quant.fake_quantize_act):
+    for call in (quant.quantize_weight, quant.fake_quantize_weight, quant.quantize_act, quant.fake_quantize_act):
         with pytest.raises(ConfigError, match=rf"bits: found {bits}, expected 2 to 8"):
             call(w, bits)
     with pytest.raises(ConfigError, match=rf"bits: found {bits}, expected 2 to 8"):
