@@ -21,7 +21,10 @@ it, 1e-4 and 3e-4 tie, GRPO drew the one and they the other. Against them lambda
 so most of the gain is the rate's. GRPO's final pass rate takes .61 [.46, .82] of its steps ("twice as fast" undecided).
 At temperatures .75 and 1.5 there is no gain (.001, -.001). Trees: with plain gradient descent, much sharing and the sum
 of weights as divisor .69 [.40, .90] of GRPO's steps; with Adam none saved.
-Minutes: smoke 1, laptop 15.
+
+SmolLM2 (--preset smollm2: 2 seeds, which settle nothing): GRPO .195 from .141, per token .172. Answers of a few tokens
+at temperature 1 hardly share prefixes (mean weight .94); 16 rollouts at .75 do (.77).
+Minutes: smoke 1, smollm2 9, laptop 15.
 """
 
 import dataclasses
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 
 ABOUT = core.About(
     claim="Weighing each token by 1 / (rollouts that share its prefix) makes GRPO learn faster.",
-    minutes={"smoke": 1, "laptop": 15},
+    minutes={"smoke": 1, "smollm2": 9, "laptop": 15},
     needs="nothing",
     knob="rollouts",
 )
