@@ -64,9 +64,11 @@ def find_orders(lab: Lab, folder: core.RunDir) -> dict[tuple[str, int], np.ndarr
     found = quant.MassState(**{k: jnp.asarray(v) for k, v in folder.cached("stats", stats).items()})
     width, orders = lab.model.intermediate_size, {}
     more = lab.cfg.others if lab.cfg.arms == "all" else ()
-    for block in {*lab.cfg.blocks, lab.cfg.block, *more}:
+    named = [("block", lab.cfg.block), *(("blocks", b) for b in lab.cfg.blocks), *(("others", b) for b in more)]
+    for option, block in named:
         if width % block or not quant.has_hadamard(block):
-            raise core.ConfigError(f"blocks: found {block}, expected Hadamard blocks that divide the width {width}")
+            raise core.ConfigError(f"{option}: found {block}, expected a Hadamard block that divides the width {width}")
+    for block in {b for _, b in named}:
         for name, order in strategies(lab.cfg.seed).items():
             orders[name, block] = np.stack([order(found.layer(i), block) for i in range(lab.model.num_layers)])
     return orders

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from jaxmeth.types import ConfigError, is_concrete
@@ -86,7 +87,12 @@ def merge_mass(a: MassState, b: MassState) -> MassState:
 
 
 def update_mass(state: MassState, x: Float[Array, "*n d"]) -> MassState:
-    """Add the tokens of ``x``; float32 or better whatever the dtype of x. No tokens change nothing."""
+    """Add the tokens of ``x``; float32 or better whatever the dtype of x. No tokens change nothing.
+
+    Raises: ConfigError for another width than that of the state.
+    """
+    if state.total.shape != x.shape[-1:]:
+        raise ConfigError(f"x: found shape {x.shape}, expected [..., {state.total.shape[-1]}], as the state")
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(-1, x.shape[-1])
     total, low = _exact_size(x)
     count = jnp.asarray(x.shape[0], state.count.dtype)
@@ -110,10 +116,13 @@ def check_numbers(x: Array, name: str) -> None:
 def _check(values: Array, block: int, name: str) -> None:
     if values.ndim != 1:
         raise ConfigError(f"{name}: found shape {values.shape}, expected one layer [d] (MassState.layer)")
-    d = values.shape[-1]
-    if isinstance(block, bool) or not isinstance(block, int) or block < 1 or d % block:
-        raise ConfigError(f"block: found {block!r}, expected a whole number that divides the width {d}")
+    _check_divides(block, values.shape[-1])
     check_numbers(values, name)
+
+
+def _check_divides(block: int, d: int) -> None:
+    if isinstance(block, bool) or not isinstance(block, int | np.integer) or block < 1 or d % block:
+        raise ConfigError(f"block: found {block!r}, expected a whole number that divides the width {d}")
 
 
 def massdiff(mass: Float[Array, " d"], block: int, low: Float[Array, " d"] | None = None) -> Int[Array, " d"]:
@@ -141,14 +150,17 @@ def massdiff(mass: Float[Array, " d"], block: int, low: Float[Array, " d"] | Non
       The order; blocks in turn, members in the order they joined. Equal masses: lower channel first. Channels of mass
       0 join last, and as such count subnormal numbers and, inside jit, NaN and infinity. ``arange(d)`` where block = d.
 
-    Raises: ConfigError where ``block`` does not divide d, for more than one layer, (outside jit) for NaN or infinity.
+    Raises: ConfigError where ``block`` does not divide d, for more than one layer, low of another shape, (outside jit)
+      for NaN or infinity.
     Reference: arXiv 2601.22347, MassDiff. Reconstruction: the public code carries whole token vectors and takes the
       mean at each step; adding one candidate to every block leaves the argmin alone, so scalars suffice.
     """
     _check(mass, block, "mass")
     if low is not None:
+        if low.shape != mass.shape:
+            raise ConfigError(f"low: found shape {low.shape}, expected that of mass, {mass.shape}")
         check_numbers(low, "low")
-    return _massdiff(mass, jnp.zeros_like(mass) if low is None else low, block)
+    return _massdiff(mass, jnp.zeros_like(mass) if low is None else low, int(block))
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -261,6 +273,5 @@ def by_chance(seed: int) -> Permute:
 
 def block_masses(mass: Float[Array, "*l d"], block: int) -> Float[Array, "*l n"]:
     """The mass of each block: what ``massdiff`` makes equal. Raises: ConfigError where block does not divide d."""
-    if block < 1 or mass.shape[-1] % block:
-        raise ConfigError(f"block: found {block}, expected a whole number that divides the width {mass.shape[-1]}")
+    _check_divides(block, mass.shape[-1])
     return mass.reshape(*mass.shape[:-1], -1, block).sum(-1)

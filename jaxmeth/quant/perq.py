@@ -258,7 +258,7 @@ def round_params(
     Args:
       params: of ``rotate_params``, or plain floats.
       calibration: as in ``perq``; used by a second-order rounding only.
-      config: its bits, rounding, group and targets.
+      config: its bits, rounding, group and targets. ``act_bits`` None leaves inputs that are rounded already so.
 
     Returns:
       Parameters whose targets are ``QTensor``; ``||dq - W||_F / ||W||_F`` by target, ``[L]``.

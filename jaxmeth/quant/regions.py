@@ -39,6 +39,8 @@ def put(params: Params, path: str, leaf) -> Params:
 def plain(params: Params, path: str) -> Array:
     """The float array at a path. Raises: ConfigError where it is quantised or adapted already."""
     leaf = get(params, path)
+    if isinstance(leaf, dict):
+        raise ConfigError(f"region: found {path}, a group of {', '.join(leaf)}, expected the path of one parameter")
     if not isinstance(leaf, jax.Array | np.ndarray):
         raise ConfigError(f"{path}: found a {type(leaf).__name__}, expected a plain weight (a model is quantised once)")
     return jnp.asarray(leaf)
@@ -143,6 +145,7 @@ def permute_params(params: Params, region: tuple, idx: Num[Array, "*l d"]) -> Pa
     """
     if not isinstance(region, Region):
         raise ConfigError(f"region: found {region!r}, expected a Region")
+    idx = jnp.asarray(idx)
     if not jnp.issubdtype(idx.dtype, jnp.integer):
         raise ConfigError(f"idx: found {idx.dtype}, expected integers")
     parts = max(region.heads, 1)

@@ -21,6 +21,8 @@ POWER_STEPS = 200
 
 def _grid(w: Float[Array, "o i"], bits: int, group: int | None) -> Float[Array, "o g"]:
     """The absmax scale of each row, or of each run of ``group`` columns; 1 / q_max where all is zero."""
+    if w.ndim != 2:
+        raise ConfigError(f"w: found shape {w.shape}, expected [out, in]")
     top = 2 ** (bits - 1) - 1
     if group is not None and (group < 1 or w.shape[1] % group):
         raise ConfigError(f"group: found {group}, expected a whole number that divides the width {w.shape[1]}")

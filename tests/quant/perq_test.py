@@ -328,12 +328,16 @@ def test_a_region_that_does_not_match_is_refused():
     region = quant.hidden_region(cfg)
     with pytest.raises(ConfigError, match=r"found no parameter layers\.mlp\.none\.weight"):
         quant.permute_params(params, region._replace(rows=("layers.mlp.none.weight",)), jnp.arange(48))
+    with pytest.raises(ConfigError, match=r"found layers\.mlp\.up, a group of weight, expected the path of one"):
+        quant.permute_params(params, region._replace(rows=("layers.mlp.up",)), jnp.arange(48))
     with pytest.raises(ConfigError, match="expected 32 channels"):
         quant.permute_params(params, region, jnp.arange(32))
     with pytest.raises(ConfigError, match=r"region: found .*expected a Region"):
         quant.permute_params(params, (region.rows, region.cols), jnp.arange(48))
     with pytest.raises(ConfigError, match="idx: found float32, expected integers"):
         quant.permute_params(params, region, jnp.arange(48.0))
+    with pytest.raises(ConfigError, match="repeated or missing channels"):
+        quant.permute_params(params, region, [0] * 48)
     with pytest.raises(ConfigError, match="repeated or missing channels"):
         quant.permute_params(params, region, jnp.zeros(48, jnp.int32))
     with pytest.raises(ConfigError, match="across heads"):

@@ -196,6 +196,11 @@ def test_one_layer_at_a_time():
     """What a caller sees whose shapes nothing checks."""
     with pytest.raises(ConfigError, match=r"mass: found shape \(2, 4\), expected one layer"):
         check_order(quant.mass_init(2, 4).total, 2, "mass")
+    for state, x in ((quant.mass_init(2, 4), jnp.ones((3, 4))), (quant.mass_init(4), jnp.ones((3, 1)))):
+        with pytest.raises(ConfigError, match=r"x: found shape \(3, [14]\), expected \[..., 4\], as the state"):
+            quant.update_mass(state, x)
+    with pytest.raises(ConfigError, match=r"low: found shape \(1,\), expected that of mass, \(8,\)"):
+        quant.massdiff(jnp.ones(8), 2, jnp.zeros(1))
 
 
 def token_loop(x, block):
@@ -295,6 +300,15 @@ def test_a_block_that_does_not_divide_is_refused(block):
     for call in (quant.massdiff, quant.zigzag, quant.block_hadamard, quant.outlier_bound, quant.block_masses):
         with pytest.raises(ConfigError, match=f"block: found {block}, expected .* 16"):
             call(ones, block)
+
+
+@pytest.mark.parametrize("call", [quant.massdiff, quant.zigzag, quant.block_masses])
+def test_a_block_is_a_whole_number(call):
+    ones = jnp.ones(16)
+    for block in (2.0, True):
+        with pytest.raises(ConfigError, match=f"block: found {block}, expected a whole number"):
+            call(ones, block)
+    np.testing.assert_array_equal(call(ones, np.int64(4)), call(ones, 4))
 
 
 def test_what_is_not_finite_is_refused():

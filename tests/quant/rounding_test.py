@@ -311,5 +311,7 @@ def test_what_is_not_finite_or_does_not_fit_is_refused():
         quant.gptq(w, jnp.eye(3))
     with pytest.raises(ConfigError, match="G: found shape"):
         quant.qronos(w, h, jnp.eye(3))
+    with pytest.raises(ConfigError, match=r"w: found shape \(6,\), expected \[out, in\]"):
+        quant.quantize_weight(jnp.ones(6))
     with pytest.raises(ConfigError, match="scale: found 'best'"):
         quant.quantize_weight(w, scale="best")
