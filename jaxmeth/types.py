@@ -5,6 +5,7 @@ type's own algebra (wrapping an ``Attend``, folding ``Reparam``s, ...). Shapes u
 B batch, T query tokens, S key slots, L layers, H query heads, Hkv key/value heads, D head dim, C hidden, V vocabulary.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -117,3 +118,14 @@ Law = Callable[[Array, Array, Array], Array]
 def is_concrete(x: Any) -> bool:
     """Whether the values of ``x`` can be read now (not a tracer), so that a host-side check is possible."""
     return not isinstance(x, jax.core.Tracer)
+
+
+def whole_number(name: str, value: Any, low: int) -> int:
+    """``value`` as an int. Raises: ConfigError naming it where it is no whole number of at least ``low``."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = low - 1
+    if number < low:
+        raise ConfigError(f"{name}: found {value!r}, expected a whole number of at least {low}")
+    return number

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from jaxmeth.train.files import acquire_lock
 from jaxmeth.train.lora import path_name
-from jaxmeth.types import CheckpointError, ConfigError
+from jaxmeth.types import CheckpointError, ConfigError, whole_number
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 1 << 26
@@ -71,18 +71,17 @@ def held(folder: str | os.PathLike | None) -> Iterator[None]:
 
 
 def save(folder: str | os.PathLike, step: int, state: Any, *, config: Any = None, keep: int = 2) -> Path:
-    """Save a PyTree of arrays as ``step`` and drop all but the last ``keep`` steps.
+    """Save a PyTree of arrays as ``step`` and drop all but the last ``keep`` steps up to it; later ones stay.
 
     Args:
       state: arrays on any devices of this host; typed random keys too.
       config: a frozen dataclass or a dict of plain values, compared at ``restore``.
 
     Raises:
-      ConfigError: step negative, keep below 1.
+      ConfigError: step negative, keep below 1, no whole numbers.
       CheckpointError: it could not be written (a full disk, say); earlier steps are as they were.
     """
-    if step < 0 or keep < 1:
-        raise ConfigError(f"step, keep: found {step}, {keep}, expected at least 0 and 1")
+    step, keep = whole_number("step", step, 0), whole_number("keep", keep, 1)
     import orbax.checkpoint as ocp
 
     folder = Path(folder).absolute()
@@ -107,7 +106,7 @@ def save(folder: str | os.PathLike, step: int, state: Any, *, config: Any = None
         raise CheckpointError(
             f"{folder}: step {step} could not be saved ({reason}); steps {steps(folder)} are untouched"
         ) from error
-    for old in steps(folder)[:-keep]:
+    for old in [s for s in steps(folder) if s <= step][:-keep]:
         shutil.rmtree(folder / f"step_{old:08d}")
     return final
 
@@ -182,6 +181,7 @@ def _read(path: Path, manifest: dict, like: Any, config: Any, cast: bool) -> Any
     paths, treedef = jax.tree_util.tree_flatten_with_path(like)
     leaves = []
     for key_path, leaf in paths:
+        leaf = jnp.asarray(leaf)
         array = arrays[path_name(key_path)]
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaves.append(jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)))

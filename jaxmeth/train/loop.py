@@ -6,9 +6,10 @@ into microbatches or over devices.
 """
 
 import contextlib
+import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,12 +23,16 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmeth.attention.dense import dense
 from jaxmeth.models.config import DecoderConfig
 from jaxmeth.models.decoder import build
+from jaxmeth.rl._common import check_number
+from jaxmeth.rl.advantages import adv_batch_std
 from jaxmeth.rl.policy_loss import PolicyLoss, RolloutBatch
 from jaxmeth.train import checkpoint
 from jaxmeth.train.lora import join, split
-from jaxmeth.train.rollout import Rollouts, completion_logprobs
-from jaxmeth.types import Attend, ConfigError, Params, is_concrete
+from jaxmeth.train.rollout import LARGEST, Rollouts, check_temperature, completion_logprobs
+from jaxmeth.train.sinks import CsvSink, Sink
+from jaxmeth.types import Attend, ConfigError, Params, is_concrete, whole_number
 
+LOG = logging.getLogger(__name__)
 Metrics = dict[str, Array]
 
 
@@ -35,12 +40,14 @@ class Objective(NamedTuple):
     """What is minimised; static.
 
     ``denominator(batch) -> scalar``, additive over parts of a batch. ``loss(params, batch, denominator) -> (scalar,
-    metrics)``, the part's share. ``combine(stacked metrics [m]) -> metrics`` of the whole batch.
+    metrics)``, the part's share. ``combine(stacked metrics [m]) -> metrics`` of the whole batch. ``indivisible(batch)
+    -> why it cannot be cut into parts``, None where it can.
     """
 
     denominator: Callable[[Any], Array]
     loss: Callable[[Params, Any, Array], tuple[Array, Metrics]]
     combine: Callable[[Metrics], Metrics]
+    indivisible: Callable[[Any], str | None] = lambda batch: None
 
 
 class TrainState(NamedTuple):
@@ -84,12 +91,18 @@ def adamw(
 
     Either may be traced (a grid of rates under ``vmap``); its value is then not checked.
 
-    Raises: ConfigError for a learning rate or a norm that is NaN, infinite or not positive.
+    Raises: ConfigError for a learning rate or a norm that is NaN, infinite or not positive, a weight decay below 0,
+      b1 or b2 outside [0, 1).
     """
     for name, value in (("learning_rate", learning_rate), ("max_grad_norm", max_grad_norm)):
-        known = value is not None and not callable(value) and is_concrete(value)
-        if known and not 0 < float(value) < np.inf:
+        if callable(value) or (value is None and name == "max_grad_norm"):
+            continue
+        if is_concrete(value) and not (isinstance(value, int | float | np.ndarray | np.generic | jax.Array)
+                                       and 0 < float(value) < np.inf):  # fmt: skip
             raise ConfigError(f"{name}: found {value}, expected a finite number above 0")
+    below_one = float(np.nextafter(1, 0))
+    for name, value, most in (("weight_decay", weight_decay, LARGEST), ("b1", b1, below_one), ("b2", b2, below_one)):
+        check_number(name, value, 0, most)
     clip = optax.identity() if max_grad_norm is None else optax.clip_by_global_norm(max_grad_norm)
     return optax.chain(clip, optax.adamw(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay))
 
@@ -113,17 +126,19 @@ def make_train_step(
 
     Metrics: the objective's, ``loss``, and ``grad_norm`` before clipping. With microbatches the leading axis of each
     leaf of the batch is cut into that many parts, computed one after the other; loss and gradient are those of the
-    whole. (A policy loss sees whole groups, since rows are prompt-major; an advantage that looks across prompts, such
-    as ``adv_batch_std``, sees its part only.)
+    whole. (A policy loss sees whole groups, since rows are prompt-major.)
 
     Raises:
-      ConfigError: microbatches below 1, or, when called, one that does not divide a leading axis.
+      ConfigError: microbatches that are no whole number of at least 1, or, when called, do not divide a leading axis,
+        or cut what must stay together (groups given by ``group_ids``; ``adv_batch_std``, which looks across prompts).
     """
-    if microbatches < 1:
-        raise ConfigError(f"microbatches: found {microbatches}, expected at least 1")
+    microbatches = whole_number("microbatches", microbatches, 1)
 
     @jax.jit
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        reason = objective.indivisible(batch)
+        if microbatches > 1 and reason:
+            raise ConfigError(f"microbatches: found {microbatches}, expected 1: {reason}")
         denominator = objective.denominator(batch)
         parts = jax.tree.map(partial(_cut, microbatches), batch)
 
@@ -157,11 +172,12 @@ def _first(parts: Any) -> Any:
 
 
 def _combine(stacked: Metrics) -> Metrics:
-    """Counts add up; ``reward`` is weighted by usable rollouts, the other means by tokens."""
+    """Counts add up; ``reward`` is weighted by usable rollouts, ``kept_groups`` not, the other means by tokens."""
     counts = ("tokens", "invalid", "rollouts")
     out = {name: stacked[name].sum() for name in counts if name in stacked}
     for name in stacked.keys() - set(counts):
-        weight = stacked["rollouts" if name == "reward" else "tokens"].astype(stacked[name].dtype)
+        by = {"reward": stacked.get("rollouts"), "kept_groups": jnp.ones_like(stacked[name])}
+        weight = by.get(name, stacked["tokens"]).astype(stacked[name].dtype)
         out[name] = (stacked[name] * weight).sum() / jnp.maximum(weight.sum(), 1)
     return out
 
@@ -195,7 +211,10 @@ def policy_objective(
 
     The reference policy's log-probabilities, where beta > 0, stand in the batch (``RolloutBatch.logp_ref``).
     Metrics: those of the policy loss and ``rollouts``, the number of usable rewards.
+
+    Raises: ConfigError for a temperature that is not above 0.
     """
+    check_temperature(temperature)
 
     def loss(params: Params, batch: PolicyBatch, denominator: Array) -> tuple[Array, Metrics]:
         rollout = batch.rollout
@@ -206,7 +225,13 @@ def policy_objective(
         value, metrics = policy_loss(logp, rollout, denominator)
         return value, metrics | {"rollouts": rollout.rewards.size - metrics["invalid"]}
 
-    return Objective(lambda batch: policy_loss.denominator(batch.rollout), loss, _combine)
+    def indivisible(batch: PolicyBatch) -> str | None:
+        if batch.rollout.group_ids is not None:
+            return "a part of a batch with group_ids need not hold whole groups"
+        advantage = getattr(policy_loss.advantage, "func", policy_loss.advantage)
+        return "adv_batch_std is of the whole batch" if advantage is adv_batch_std else None
+
+    return Objective(lambda batch: policy_loss.denominator(batch.rollout), loss, _combine, indivisible)
 
 
 def policy_batch(
@@ -243,7 +268,7 @@ def run(
     make_batch: Callable[[int, Params], Any],
     *,
     steps: int,
-    sink: Callable[[int, Mapping[str, Any]], None] = lambda step, metrics: None,
+    sink: Sink | None = None,
     folder: Path | None = None,
     config: Any = None,
     save_every: int = 100,
@@ -251,12 +276,13 @@ def run(
 ) -> TrainState:
     """Train to ``steps``, continuing from the last checkpoint in ``folder``.
 
-    SIGTERM ends the loop after the step in progress, saved: look at ``state.step`` of what is returned.
+    SIGTERM ends the loop after the step in progress, saved; a logged warning and ``state.step`` of what is returned
+    name the step.
 
     Args:
       make_batch: ``(step, parameters) -> batch``; draw with ``fold_in(key, step)`` and a resumed run draws the same.
-      sink: called with each finished step's number (from 1) and metrics; ``CsvSink`` drops rows that a checkpoint
-        does not cover when a run continues.
+      sink: called with each finished step's number (from 1) and metrics; None = rows in ``folder/metrics.csv``, where
+        there is a folder. ``CsvSink`` drops rows that a checkpoint does not cover when a run continues.
       folder: None = no checkpoints. Held by this process alone while training.
       config: what a checkpoint must have been saved with to be continued.
 
@@ -264,18 +290,27 @@ def run(
       ConfigError: steps or save_every below 1; the folder is in use or cannot be written.
       CheckpointError: the checkpoint is damaged, or belongs to another configuration.
     """
-    for name, value in (("steps", steps), ("save_every", save_every)):
-        if value < 1:
-            raise ConfigError(f"{name}: found {value}, expected at least 1")
+    steps, save_every = whole_number("steps", steps, 1), whole_number("save_every", save_every, 1)
     with checkpoint.held(folder), _stop_requested() as stop:
         if folder is not None and checkpoint.steps(folder):
             _, state = checkpoint.restore(folder, state, config=config, allow_previous=allow_previous)
-        saved = int(state.step)
-        for step in range(saved, steps):
+        sink = sink or _rows(folder)
+        for step in range(int(state.step), steps):
             state, metrics = train_step(state, make_batch(step, state.whole()))
             sink(step + 1, jax.device_get(metrics))
-            if folder is not None and ((step + 1) % save_every == 0 or step + 1 == steps or stop()):
+            last = stop() or step + 1 == steps
+            if folder is not None and (last or (step + 1) % save_every == 0):
                 checkpoint.save(folder, step + 1, state, config=config)
-            if stop():
+            if last and step + 1 < steps:
+                saved = "not saved (no folder)" if folder is None else f"saved in {folder}"
+                LOG.warning("SIGTERM: stopped after step %d of %d, %s", step + 1, steps, saved)
                 break
     return state
+
+
+def _rows(folder: Path | None) -> Sink:
+    """Rows in ``folder/metrics.csv``; without a folder metrics go nowhere."""
+    if folder is None:
+        return lambda step, metrics: None
+    csv = CsvSink(Path(folder) / "metrics.csv")
+    return lambda step, metrics: csv.write(step, "", metrics)

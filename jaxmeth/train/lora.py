@@ -1,5 +1,6 @@
 """Low-rank adaptation: weight leaves that ``linear`` understands, and the split into trained and frozen leaves."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from flax import struct
 from jaxtyping import Array, Float, Key
 
 from jaxmeth.models.layers import linear
-from jaxmeth.types import ConfigError, Params
+from jaxmeth.types import ConfigError, Params, whole_number
 
 
 @struct.dataclass
@@ -55,10 +56,12 @@ def lora_init(
       targets: paths below ``layers``, for instance all of ``attn.{q,k,v,o}`` and ``mlp.{gate,up,down}``.
 
     Raises:
-      ConfigError: a target that the model lacks or that is adapted already; a rank below 1.
+      ConfigError: a target that the model lacks or that is adapted already; a rank below 1; an alpha that is not
+        finite.
     """
-    if rank < 1:
-        raise ConfigError(f"rank: found {rank}, expected at least 1")
+    rank = whole_number("rank", rank, 1)
+    if not math.isfinite(alpha):
+        raise ConfigError(f"alpha: found {alpha}, expected a finite number")
     layers = params["layers"]
     for key_of, target in zip(jax.random.split(key, max(len(targets), 1)), targets, strict=False):
         part, _, name = target.partition(".")

@@ -11,7 +11,10 @@ from jaxmeth import models
 from jaxmeth.attention.dense import dense
 from jaxmeth.models.config import DecoderConfig
 from jaxmeth.models.decoder import build
-from jaxmeth.types import Attend, ConfigError, Params
+from jaxmeth.rl._common import check_number
+from jaxmeth.types import Attend, Params, whole_number
+
+LARGEST = float(np.finfo(np.float32).max)
 
 
 class Rollouts(NamedTuple):
@@ -25,6 +28,11 @@ class Rollouts(NamedTuple):
     tokens: Int[Array, "N T"]
     mask: Bool[Array, "N T"]
     logp: Float[Array, "N T"]
+
+
+def check_temperature(temperature: float | Float[Array, ""]) -> None:
+    """Raises: ConfigError unless it is a finite number above 0 (a traced value passes, unread)."""
+    check_number("temperature", temperature, 0, LARGEST, above=True)
 
 
 def completion_logprobs(
@@ -42,7 +50,10 @@ def completion_logprobs(
 
     Differentiable in ``params``; logits are computed at the T positions that predict, never at the prompt's others.
     ``prompt``'s last column must be real in each row.
+
+    Raises: ConfigError for a temperature that is not above 0.
     """
+    check_temperature(temperature)
     model = build(cfg, params)
     seen = jnp.concatenate([prompt_mask.astype(bool), mask.astype(bool)], axis=1)
     # The last completion token predicts nothing.
@@ -74,10 +85,8 @@ def sample_rollouts(
     Raises:
       ConfigError: a group size below 1, temperature 0 (nothing to explore), and what ``models.generate`` refuses.
     """
-    if group_size < 1:
-        raise ConfigError(f"group_size: found {group_size}, expected at least 1")
-    if not isinstance(temperature, jax.core.Tracer) and not temperature > 0:
-        raise ConfigError(f"temperature: found {temperature}, expected a number above 0")
+    group_size = whole_number("group_size", group_size, 1)
+    check_temperature(temperature)
     prompt, prompt_mask = (jnp.repeat(jnp.asarray(a), group_size, axis=0) for a in (prompt, prompt_mask))
     made = models.generate(
         params, cfg, prompt, prompt_mask, key=key, max_new_tokens=max_new_tokens, temperature=temperature,

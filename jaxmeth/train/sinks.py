@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxmeth.errors import CheckpointError
 from jaxmeth.train.files import write_atomically
 
 
@@ -17,6 +18,8 @@ class CsvSink:
 
     A row is identified by (part, step). In a continued run the first step logged for a part drops that part's rows
     from that step on, so an interruption leaves neither gaps nor duplicates; a half-written last line is dropped.
+
+    Raises: CheckpointError for a file that holds something else.
     """
 
     def __init__(self, path: Path):
@@ -44,9 +47,15 @@ class CsvSink:
         """The complete rows so far."""
         if not self.path.exists():
             return []
-        text = self.path.read_text(encoding="utf-8").rpartition("\n")[0]
-        reader = csv.DictReader(io.StringIO(text))
-        rows = [r for r in reader if None not in r.values() and None not in r]
+        try:
+            text = self.path.read_text(encoding="utf-8").rpartition("\n")[0]
+            reader = csv.DictReader(io.StringIO(text))
+            rows = [r for r in reader if None not in r.values() and None not in r]
+            for row in rows:
+                int(row["step"]), row["part"]
+        except (ValueError, KeyError, csv.Error) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{self.path}: no table of metrics ({reason}), expected step and part") from None
         self.columns = list(dict.fromkeys([*self.columns, *(reader.fieldnames or ())]))
         return rows
 

@@ -70,13 +70,24 @@ def test_keeps_the_last_and_overwrites_the_same(tmp_path):
     np.testing.assert_array_equal(found["x"], 2)
 
 
+def test_an_earlier_step_is_kept_and_drops_no_later_one(tmp_path):
+    """As after a step that is damaged, when the run goes on from the one before."""
+    for step in (10, 20, 12, 14, 16):
+        train.save(tmp_path, step, {"x": jnp.full(2, step)}, keep=2)
+    assert train.steps(tmp_path) == [14, 16, 20]
+    assert train.restore(tmp_path, {"x": 0 * np.arange(2)})[0] == 20
+
+
 def test_nothing_saved(tmp_path):
     assert train.steps(tmp_path / "none") == []
     assert train.latest(tmp_path) is None
     with pytest.raises(CheckpointError, match="found steps \\[\\], expected one"):
         train.restore(tmp_path, state())
-    for step, keep in ((-1, 1), (0, 0)):
-        with pytest.raises(ConfigError, match="step, keep: found"):
+    for step, keep, named in (
+        (-1, 1, "step: found -1"),
+        (0, 0, "keep: found 0, expected a whole number of at least 1"),
+    ):
+        with pytest.raises(ConfigError, match=named):
             train.save(tmp_path, step, state(), keep=keep)
 
 

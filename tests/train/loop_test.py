@@ -87,6 +87,28 @@ def test_microbatches_and_devices_change_nothing(loss):
     close(metrics, theirs, atol=1e-5)
 
 
+def test_what_looks_across_groups_is_not_cut():
+    params = small.params()
+    _, batch = small.policy_batch(params)
+    flat = {name: getattr(batch.rollout, name).reshape(-1) for name in ("rewards", "valid")}
+    ragged = batch._replace(rollout=batch.rollout._replace(**flat, group_ids=jnp.arange(8) % 2))
+    state = train.train_init(params, SGD)
+    for loss, given in ((rl.PolicyLoss(num_groups=2), ragged), (rl.PolicyLoss(advantage=rl.adv_batch_std), batch)):
+        objective = train.policy_objective(loss, small.CFG)
+        with pytest.raises(ConfigError, match="microbatches: found 2, expected 1: "):
+            train.make_train_step(objective, SGD, microbatches=2)(state, given)
+
+
+def test_dropped_groups_count_alike_in_one_piece_and_in_two():
+    params = small.params()
+    _, batch = small.policy_batch(params)
+    rewards = jnp.array([[1.0, 1, 1, 1], [1, 0, 0, 0]])
+    batch = batch._replace(rollout=batch.rollout._replace(rewards=rewards))
+    objective, state = train.policy_objective(rl.presets.dapo(), small.CFG), train.train_init(params, SGD)
+    found = [train.make_train_step(objective, SGD, microbatches=m)(state, batch)[1]["kept_groups"] for m in (1, 2)]
+    assert found == [0.5, 0.5]
+
+
 def test_only_the_adapters_are_trained():
     adapted = train.lora_init(small.params(), jax.random.key(1), rank=2)
     state = train.train_init(adapted, SGD, train.is_lora)
@@ -148,7 +170,7 @@ def test_a_run_continues_bit_equal_without_duplicate_rows(tmp_path):
     assert train.latest(tmp_path / "run") == 7
 
 
-def test_sigterm_finishes_the_step_and_saves_it(tmp_path):
+def test_sigterm_finishes_the_step_and_saves_it(tmp_path, caplog):
     before = signal.getsignal(signal.SIGTERM)
 
     def terminated(step, params):
@@ -161,6 +183,9 @@ def test_sigterm_finishes_the_step_and_saves_it(tmp_path):
     )
     assert state.step == 3
     assert train.steps(tmp_path / "run") == [3]
+    assert caplog.messages == [f"SIGTERM: stopped after step 3 of 9, saved in {tmp_path / 'run'}"]
+    steps = [line.split(",")[0] for line in (tmp_path / "run" / "metrics.csv").read_text().splitlines()]
+    assert steps == ["step", "1", "2", "3"], "without a sink the rows stand beside the checkpoints"
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -198,6 +223,11 @@ def test_other_refusals(tmp_path):
         train.make_train_step(train.sft_objective(small.CFG), SGD, microbatches=0)
     with pytest.raises(ConfigError, match="microbatches: found 3, expected a divisor of the leading axis 4"):
         train.make_train_step(train.sft_objective(small.CFG), SGD, microbatches=3)(state, small.sft_batch())
+    with pytest.raises(ConfigError, match="temperature: found 0"):
+        train.policy_objective(rl.presets.grpo(), small.CFG, temperature=0)
+    for arguments in ({"weight_decay": float("nan")}, {"b1": 1.0}, {"b2": float("nan")}):
+        with pytest.raises(ConfigError, match=f"{next(iter(arguments))}: found"):
+            train.adamw(1e-3, **arguments)
     with pytest.raises(ConfigError, match="steps: found -1"):
         train.run(sft_step(), state, noisy_batch, steps=-1)
     (tmp_path / "file").write_text("")

@@ -69,3 +69,10 @@ def test_refused(changes, message):
     keywords = {"key": jax.random.key(2), "group_size": 2, "max_new_tokens": 3} | changes
     with pytest.raises(ConfigError, match=message):
         train.sample_rollouts(small.params(), small.CFG, *small.prompts(), **keywords)
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, float("nan"), float("inf")])
+def test_temperatures_refused(temperature):
+    made, _ = small.policy_batch(small.params())
+    with pytest.raises(ConfigError, match="temperature: found"):
+        train.completion_logprobs(small.params(), small.CFG, *made[:4], temperature=temperature)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmeth import train
+from jaxmeth.errors import CheckpointError
 from jaxmeth.train.sinks import CsvSink
 
 
@@ -43,6 +44,14 @@ def test_metrics_of_a_continued_run_have_no_gap_and_no_duplicate(tmp_path):
     assert sorted(path.read_text().splitlines()) == sorted(expected.splitlines())
     lines = path.read_text().splitlines()
     assert [line for line in lines if ",a," in line] == [line for line in expected.splitlines() if ",a," in line]
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\n1,2\n", b"step,part,loss\nx,,1\n", b"a,b\n1,2\n"])
+def test_a_file_that_holds_something_else_is_named(tmp_path, content):
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"metrics\.csv: no table of metrics"):
+        CsvSink(path).write(0, "", {"loss": 1})
 
 
 def test_metrics_file_cut_anywhere_can_be_continued(tmp_path):
