@@ -7,6 +7,7 @@ into microbatches or over devices.
 
 import contextlib
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -269,7 +270,7 @@ def run(
     *,
     steps: int,
     sink: Sink | None = None,
-    folder: Path | None = None,
+    folder: str | os.PathLike | None = None,
     config: Any = None,
     save_every: int = 100,
     allow_previous: bool = False,
@@ -308,7 +309,7 @@ def run(
     return state
 
 
-def _rows(folder: Path | None) -> Sink:
+def _rows(folder: str | os.PathLike | None) -> Sink:
     """Rows in ``folder/metrics.csv``; without a folder metrics go nowhere."""
     if folder is None:
         return lambda step, metrics: None
