@@ -188,7 +188,8 @@ class Decoder(nnx.Module):
             def attend_layer(q, k, v):
                 new_kv = kv
                 if kv is not None:
-                    at = (this["layer"], 0, 0, seen.slots[0], 0)
+                    zero = jnp.zeros((), seen.slots.dtype)
+                    at = (this["layer"], zero, zero, seen.slots[0], zero)
                     new_kv = tuple(
                         jax.lax.dynamic_update_slice(c, a.astype(c.dtype)[None], at)
                         for c, a in zip(kv, (k, v), strict=True)
@@ -228,7 +229,7 @@ def _see(tokens, mask, positions, cache: Cache | None) -> _Seen:
     slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     if cache is None:
         return _Seen(positions, slots, positions, mask)
-    at = (0, cache.index)
+    at = (jnp.zeros((), cache.index.dtype), cache.index)  # one type, also where a bare 0 is 64 bits wide
     kv_positions = jax.lax.dynamic_update_slice(cache.pos, positions, at)
     valid = jax.lax.dynamic_update_slice(cache.valid, mask, at)
     return _Seen(positions, slots + cache.index, kv_positions, valid)
@@ -329,7 +330,7 @@ def apply(
         if value is not None and tuple(np.shape(value)) != tuple(tokens.shape):
             raise ConfigError(f"{name}: found shape {tuple(np.shape(value))}, expected that of tokens {tokens.shape}")
     if positions is not None and _on_host(positions):
-        low, high = int(np.min(positions)), int(np.max(positions))
+        low, high = least_and_greatest(positions)
         if low < 0 or high >= cfg.max_positions:
             found = low if low < 0 else high
             raise ConfigError(f"positions: found {found}, expected 0 to max_positions - 1, {cfg.max_positions - 1}")
@@ -361,9 +362,15 @@ def check_tokens(cfg: DecoderConfig, tokens, new_tokens: int) -> None:
             f"{cfg.max_positions} together"
         )
     if _on_host(tokens) and tokens.size:
-        low, high = int(np.min(tokens)), int(np.max(tokens))
+        low, high = least_and_greatest(tokens)
         if low < 0 or high >= cfg.vocab_size:
             raise ConfigError(f"tokens: found id {low if low < 0 else high}, expected 0 to {cfg.vocab_size - 1}")
+
+
+def least_and_greatest(ids) -> tuple[int, int]:
+    """Of readable ids; by NumPy, as inside ``jit`` JAX would trace even what is known."""
+    host = np.asarray(ids)
+    return int(host.min()), int(host.max())
 
 
 def _on_host(x) -> bool:

@@ -57,6 +57,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmeth.models.decoder import least_and_greatest
 from jaxmeth.models.towers import (
     Bert,
     BertConfig,
@@ -188,7 +189,7 @@ def _check_ids(name: str, ids, size: int) -> None:
         is_concrete(ids) and ids.is_fully_addressable and next(iter(ids.devices())).platform == "cpu"
     )
     if on_host and ids.size:
-        low, high = int(np.min(ids)), int(np.max(ids))
+        low, high = least_and_greatest(ids)
         if low < 0 or high >= size:
             raise ConfigError(f"{name}: found id {low if low < 0 else high}, expected 0 to {size - 1}")
 

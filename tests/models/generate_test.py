@@ -181,3 +181,15 @@ def test_right_padding_and_wrong_masks_are_refused():
         models.generate(PARAMS, LLAMA, tokens, mask.at[1, -1].set(False), key=jax.random.key(0), max_new_tokens=2)
     with pytest.raises(ConfigError, match="shape"):
         models.generate(PARAMS, LLAMA, tokens, np.asarray(mask)[:, 1:], key=jax.random.key(0), max_new_tokens=2)
+
+
+def test_float64_and_known_tokens_inside_jit():
+    tokens, mask = prompts()
+    expected = run()
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda a: a.astype(jnp.float64), PARAMS)
+        found = models.generate(params, LLAMA, tokens, mask, key=jax.random.key(0), max_new_tokens=8)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    known = jnp.asarray(tokens)
+    inside = jax.jit(lambda p: models.apply(p, LLAMA, known, mask=mask).logits)(PARAMS)
+    np.testing.assert_allclose(inside, models.apply(PARAMS, LLAMA, known, mask=mask).logits, atol=1e-5)
