@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxmeth import kernels
+from jaxmeth.kernels.block_attention import _check as check_blocks
 from jaxmeth.kernels.block_attention import gpu, tpu
 from jaxmeth.kernels.block_attention.shapes import Static, transpose_lists
 from jaxmeth.types import ConfigError
@@ -324,3 +325,34 @@ def test_bad_input_is_refused():
         kernels.block_attention(q, k, v, idx, count, bq=32, bk=24, backend="gpu", interpret=True)
     with pytest.raises(ConfigError, match="at least 1"):
         kernels.block_attention(q, k, v, idx, count, bq=32, bk=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"q": (3, 6, 64, 16)}, r"q, k: found shapes \(3, .* expected \[B, H, T, D\], \[B, Hkv, S, D\]"),
+        ({"k": (2, 2, 64, 8)}, r"q, k: found shapes .* \(2, 2, 64, 8\)"),
+        ({"q": (2, 6, 64)}, "q, k: found shapes"),
+        ({"v": (2, 2, 32, 16)}, r"v: found shape \(2, 2, 32, 16\) of float32, expected floating \(2, 2, 64, 16\)"),
+        ({"v": (2, 1, 64, 16)}, "v: found shape"),
+        (
+            {"idx": jnp.zeros((2, 2, 2, 3))},
+            r"idx: found .* of float32, expected integer \(2, 2, 2, 3\) or \(2, 6, 2, 3",
+        ),
+        ({"idx": jnp.zeros((1, 2, 2, 3), int)}, r"idx: found shape \(1, 2, 2, 3\)"),
+        ({"idx": jnp.zeros((2, 2, 2, 0), int)}, r"idx: .* expected integer \(2, 2, 2, 1\)"),
+        ({"count": (2, 1, 2)}, r"count: found shape \(2, 1, 2\)"),
+        ({"count": (2, 2)}, r"count: found shape \(2, 2\)"),
+        ({"kv_valid": jnp.ones((2, 63), bool)}, r"kv_valid: found .* expected bool \(2, 64\)"),
+        ({"bq": 16.0}, "bq: found 16.0, expected a whole number of at least 1"),
+        ({"bk": 0}, "bk: found 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, match):
+    """What a caller sees whose shapes nothing checks."""
+    (q, k, v, idx, count), options = made(TABLE["grouped heads"])
+    good = {"q": q, "k": k, "v": v, "idx": idx, "count": count, "kv_valid": None} | options
+    check_blocks(**good)
+    change = {n: jnp.zeros(x, good[n].dtype) if isinstance(x, tuple) else x for n, x in change.items()}
+    with pytest.raises(ConfigError, match=match):
+        check_blocks(**good | change)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaxmeth import kernels
 from jaxmeth.kernels.decode_attention import Override, gpu, tpu
+from jaxmeth.kernels.decode_attention import _check as check_arrays
 from jaxmeth.kernels.decode_attention.shapes import Static
 from jaxmeth.types import ConfigError
 
@@ -141,3 +142,29 @@ def test_bad_input_is_refused():
         kernels.decode_attention(q, k, v, **lists, bk=16, debug=True)
     with pytest.raises(ConfigError, match="H a multiple of Hkv"):
         kernels.decode_attention(q[:, :5], k, v)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"q": (1, 4, 1, 128), "k": (2, 4, 70, 128)}, "q, k: found shapes"),
+        ({"v": (1, 4, 35, 128)}, r"v: found shape \(1, 4, 35, 128\)"),
+        ({"idx": (1, 4, 0)}, r"idx: found shape \(1, 4, 0\) .* expected integer \(1, 4, 1\)"),
+        ({"idx": (1, 8, 4)}, r"idx: found shape \(1, 8, 4\) .* expected integer \(1, 4, 4\)"),
+        ({"idx": jnp.zeros((1, 4, 4))}, "idx: found shape .* of float32"),
+        ({"count": (1, 8)}, "count: found shape"),
+        ({"kv_valid": (1, 71)}, "kv_valid: found shape"),
+        ({"bk": 16.0}, "bk: found 16.0, expected a whole number"),
+        ({"override": Override(jnp.zeros((1, 4, 69, 128)), None, None)}, r"override.k: found shape \(1, 4, 69, 128\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, match):
+    """What a caller sees whose shapes nothing checks."""
+    (q, k, v), options = made(TABLE["override of listed blocks, soft cap"])
+    good = {"q": q, "k": k, "v": v} | options
+    del good["softcap"]
+    check_arrays(**good)
+    shape = {n for n, x in change.items() if type(x) is tuple}
+    change = {n: jnp.zeros(x, good[n].dtype) if n in shape else x for n, x in change.items()}
+    with pytest.raises(ConfigError, match=match):
+        check_arrays(**good | change)

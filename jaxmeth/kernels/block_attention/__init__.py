@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmeth.kernels.backend import resolve
 from jaxmeth.kernels.block_attention import reference, xla
 from jaxmeth.kernels.block_attention.reference import block_mask
-from jaxmeth.kernels.block_attention.shapes import Static
-from jaxmeth.types import ConfigError, is_concrete
+from jaxmeth.kernels.block_attention.shapes import Static, check_array, check_qkv
+from jaxmeth.types import ConfigError, is_concrete, whole_number
 
 __all__ = ["block_attention", "block_mask", "check_lists", "dense_lists"]
 
@@ -74,13 +74,13 @@ def block_attention(
       lists it and that may see it.
 
     Raises:
-      ConfigError: shapes that do not fit, an unknown or absent backend, with ``debug`` a list that points past the
-        end or names a block twice.
+      ConfigError: shapes or dtypes that do not fit, an unknown or absent backend, with ``debug`` a list that points
+        past the end or names a block twice.
 
     Reference: Dao, FlashAttention-2, arXiv 2307.08691, section 3.1 (online softmax and its gradients).
     """
+    _check(q, k, v, idx, count, kv_valid, bq, bk)
     static = Static(bq, bk, causal, q.shape[-1] ** -0.5 if scale is None else scale, softcap, interpret)
-    _check(q, k, v, idx, count, static)
     name = resolve(backend, interpret)
     length, slots = q.shape[2], k.shape[2]
     if debug and is_concrete(idx) and is_concrete(count):
@@ -141,16 +141,14 @@ def check_lists(idx: Int[Array, "B Hs nq W"], count: Int[Array, "B Hs nq"], bloc
         raise ConfigError(f"idx{[int(x) for x in np.argwhere(twice)[0]]}: found a block twice, expected each once")
 
 
-def _check(q, k, v, idx, count, static: Static) -> None:
-    if static.bq < 1 or static.bk < 1:
-        raise ConfigError(f"bq, bk: found {static.bq}, {static.bk}, expected at least 1")
-    if 0 in q.shape or 0 in k.shape or q.shape[1] % k.shape[1]:
-        found = f"{q.shape}, {k.shape}"
-        raise ConfigError(f"q, k: found shapes {found}, expected nothing empty and H a multiple of Hkv")
-    heads, rows = idx.shape[1:3]
-    if heads not in (q.shape[1], k.shape[1]) or rows != -(-q.shape[2] // static.bq) or idx.shape[3] < 1:
-        expected = f"[B, {q.shape[1]} or {k.shape[1]}, {-(-q.shape[2] // static.bq)}, W >= 1]"
-        raise ConfigError(f"idx: found shape {idx.shape}, expected {expected}")
+def _check(q, k, v, idx, count, kv_valid, bq, bk) -> None:
+    for name, block in (("bq", bq), ("bk", bk)):
+        whole_number(name, block, 1)
+    check_qkv(q, k, v, kv_valid)
+    width = max(1, *idx.shape[3:])
+    lists = [(q.shape[0], heads, -(-q.shape[2] // bq)) for heads in (k.shape[1], q.shape[1])]
+    check_array("idx", idx, jnp.integer, *((*shape, width) for shape in lists))
+    check_array("count", count, jnp.integer, idx.shape[:3])
 
 
 def _pad(x: Array, block: int) -> Array:

@@ -1,4 +1,4 @@
-"""What the implementations share: the static half of a call, the mask of one tile, the transposed lists."""
+"""What the implementations share: the static half of a call, what fits, the mask of a tile, the transposed lists."""
 
 import dataclasses
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
+
+from jaxmeth.types import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +20,25 @@ class Static:
     scale: float
     softcap: float | None
     interpret: Any = False
+
+
+def check_array(name: str, x: Any, kind: Any, *shapes: tuple[int, ...]) -> None:
+    """Raises: ConfigError where ``x`` holds numbers of another kind than ``kind``, or has none of the shapes."""
+    if x.shape not in shapes or not jnp.issubdtype(x.dtype, kind):
+        expected = f"{kind.__name__.rstrip('_')} {' or '.join(map(str, shapes))}"
+        raise ConfigError(f"{name}: found shape {x.shape} of {x.dtype}, expected {expected}")
+
+
+def check_qkv(q: Any, k: Any, v: Any, kv_valid: Any) -> None:
+    """Raises: ConfigError where queries, keys, values and which slots are real do not fit each other."""
+    full = all(x.ndim == 4 and x.size for x in (q, k))
+    if not full or q.shape[::3] != k.shape[::3] or q.shape[1] % k.shape[1]:
+        expected = "[B, H, T, D], [B, Hkv, S, D], nothing empty and H a multiple of Hkv"
+        raise ConfigError(f"q, k: found shapes {q.shape}, {k.shape}, expected {expected}")
+    for name, x, shape in (("q", q, q.shape), ("k", k, k.shape), ("v", v, k.shape)):
+        check_array(name, x, jnp.floating, shape)
+    if kv_valid is not None:
+        check_array("kv_valid", kv_valid, jnp.bool_, (k.shape[0], k.shape[2]))
 
 
 def near(static: Static, q_slot: Array, k_slot: Array, window: Array) -> Array:

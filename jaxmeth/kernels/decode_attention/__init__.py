@@ -8,9 +8,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmeth.kernels.backend import resolve
 from jaxmeth.kernels.block_attention import check_lists
+from jaxmeth.kernels.block_attention.shapes import check_array, check_qkv
 from jaxmeth.kernels.decode_attention import reference, xla
 from jaxmeth.kernels.decode_attention.shapes import Static
-from jaxmeth.types import ConfigError, is_concrete
+from jaxmeth.types import ConfigError, is_concrete, whole_number
 
 __all__ = ["Override", "decode_attention"]
 
@@ -67,16 +68,13 @@ def decode_attention(
       Attention in q's dtype, and lse if asked for; zeros and -inf where no slot takes part.
 
     Raises:
-      ConfigError: shapes that do not fit, ``idx`` without ``count``, an unknown or absent backend, a bad list.
+      ConfigError: shapes or dtypes that do not fit, ``idx`` without ``count``, an unknown or absent backend, with
+        ``debug`` a bad list.
 
     Reference: Dao et al., Flash-Decoding for long-context inference, 2023.
     """
+    _check(q, k, v, kv_valid, idx, count, bk, override)
     static = Static(bk, q.shape[-1] ** -0.5 if scale is None else scale, softcap, interpret)
-    if bk < 1 or 0 in q.shape or 0 in k.shape or q.shape[1] % k.shape[1]:
-        found = f"{bk}, {q.shape}, {k.shape}"
-        raise ConfigError(f"bk, q, k: found {found}, expected bk >= 1, nothing empty and H a multiple of Hkv")
-    if (idx is None) != (count is None):
-        raise ConfigError("idx, count: found one of them, expected both or neither")
     name = resolve(backend, interpret)
     batch, kv_heads, slots = k.shape[:3]
     blocks = -(-slots // bk)
@@ -98,6 +96,20 @@ def decode_attention(
     out, lse = _module(name).forward(static, grouped, k, v, idx, count, kv_valid, override)
     out, lse = out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:3])
     return (out, lse) if return_lse else out
+
+
+def _check(q, k, v, kv_valid, idx, count, bk, override) -> None:
+    whole_number("bk", bk, 1)
+    check_qkv(q, k, v, kv_valid)
+    if (idx is None) != (count is None):
+        raise ConfigError("idx, count: found one of them, expected both or neither")
+    if idx is not None:
+        check_array("idx", idx, jnp.integer, (*k.shape[:2], max(1, *idx.shape[2:])))
+        check_array("count", count, jnp.integer, k.shape[:2])
+    if override is not None:
+        for name, x in (("override.k", override.k), ("override.v", override.v)):
+            check_array(name, x, jnp.floating, k.shape)
+        check_array("override.use", override.use, jnp.bool_, (k.shape[0], k.shape[2]))
 
 
 def _pad(x: Array, block: int) -> Array:
