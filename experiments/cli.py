@@ -180,7 +180,9 @@ def parse_config(module: ModuleType, argv: list[str], options: type, command: st
     def both(run: options = settings, experiment: module.Config = start) -> tuple[Any, Any]:
         return run, experiment
 
-    about = re.sub(r"\n(?=[A-Z][\w ]*: )", "\n\n", inspect.cleandoc(module.__doc__ or ""))  # tyro joins single lines
+    # tyro joins single lines: a blank one before what begins with a label, and after the command, which is copied.
+    about = re.sub(r"\n+(?=[A-Z][\w ]*: )", "\n\n", inspect.cleandoc(module.__doc__ or ""))
+    about = re.sub(r"(?m)^(Command: .*)\n+", r"\1\n\n", about)
     return parse(both, argv, f"{PROG} {command} {short_name(module)}", about, usage)
 
 

@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import itertools
+import re
 import subprocess
 import sys
 import textwrap
@@ -54,6 +55,16 @@ class HalfTold(core.Config):
 
 def test_an_undocumented_field_is_found():
     assert undocumented(HalfTold) == ["untold"]
+
+
+def test_help_shows_the_command_on_a_line_of_its_own(command):
+    for name in discover():
+        doc = importlib.import_module(f"experiments.{name}").__doc__
+        wanted = re.findall(r"Command: .*", doc)
+        assert len(wanted) <= 1, name
+        code, out, _ = command("run", name, "--help")
+        assert code == 0, name
+        assert [line.rstrip() for line in out.splitlines() if "Command: " in line] == wanted, name
 
 
 def test_help_of_no_module_imports_jax(environment):
