@@ -31,6 +31,7 @@ TABLE = {
     "soft cap": (1, 3, 1, None, 64, 64, 16, 32, 16, 3, {"softcap": 1.5, "scale": 0.5}),
     "both directions": (1, 4, 2, None, 64, 90, 16, 32, 32, 2, {"causal": False, "window": 40}),
     "padding": (2, 2, 1, None, 48, 48, 16, 16, 16, 3, {"pad": True}),
+    "dim 65": (1, 2, 1, None, 33, 37, 65, 16, 16, 2, {}),
     "one token": (1, 3, 1, None, 1, 1, 16, 16, 16, 1, {}),
     "queries at the end of a cache": (1, 3, 1, None, 20, 90, 16, 16, 16, 5, {"start": 60}),
 }
@@ -235,6 +236,49 @@ def test_values_after_the_count_change_nothing(backend):
     assert not np.array_equal(other, idx)
     call = jitted(options, **BACKENDS[backend])
     np.testing.assert_array_equal(call(q, k, v, idx, count)[0], call(q, k, v, other, count)[0])
+
+
+@functools.cache
+def few_blocks(backend):
+    """Four query blocks which count key blocks 0, 1, none and 0 with 2; places that do not count name block 3."""
+    (q, k, v, _, _), options = made((1, 2, 1, None, 64, 64, 16, 16, 16, 1, {}))
+    idx, count = jnp.asarray([[[[0, 3], [1, 3], [3, 3], [0, 2]]]]), jnp.asarray([[[1, 1, 0, 2]]])
+    call = functools.partial(kernels.block_attention, **options, **BACKENDS.get(backend, {"backend": backend}))
+    call = jax.jit(jax.grad(functools.partial(weighed, call=functools.partial(call, return_lse=True)), (0, 1, 2), True))
+
+    def results(q, k, v):
+        gradients, (out, lse) = call(q, k, v, idx, count)
+        return [np.asarray(x) for x in (out, lse[..., None], *gradients)]
+
+    return (q, k, v), results
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_reaches_no_further_than_said(backend, bad):
+    arguments, call = few_blocks(backend)
+    clean = call(*arguments)
+    slots = np.arange(64)
+    block, sees = slots // 16, (slots < 16) & (slots >= 10) | (slots >= 48)
+    # Which argument, at which slot: where the output, and the gradients of q and of k and v, may change.
+    cases = [
+        (0, 5, slots == 5, slots == 5, block == 0),
+        (1, 10, sees, (block == 0) | (block == 3), (block == 0) | (block == 2)),
+        (2, 10, sees, (block == 0) | (block == 3), (block == 0) | (block == 2)),
+        (2, 50, slots < 0, slots < 0, slots < 0),
+        (1, 50, slots < 0, slots < 0, slots < 0),
+    ]
+    for which, at, out, dq, dkv in cases:
+        changed = list(arguments)
+        changed[which] = changed[which].at[:, :, at].set(bad)
+        lse = out if which < 2 else slots < 0
+        out = out if which < 2 or backend == "reference" else dq
+        reach = [out, lse, dq, dkv, dkv]
+        for n, (x, y, may) in enumerate(zip(call(*changed), clean, reach, strict=True)):
+            if n < 2 or backend != "reference":
+                np.testing.assert_array_equal(x[:, :, ~may], y[:, :, ~may])
+            if n == 0:
+                assert not np.isfinite(x[:, :, may]).all(-1).any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
 
 from jaxmeth import kernels
 from jaxmeth.kernels.decode_attention import Override, gpu, tpu
@@ -27,6 +28,7 @@ TABLE = {
     "a few queries, dim 80": (1, 8, 1, 3, 64, 80, 2, False, {}),
     "override": (2, 3, 1, 2, 70, 16, None, True, {}),
     "override of listed blocks, soft cap": (1, 4, 4, 1, 70, 128, 4, True, {"softcap": 2.0}),
+    "odd: dim 65, 37 slots": (1, 2, 1, 1, 37, 65, 2, False, {}),
     "one slot": (1, 3, 1, 1, 1, 16, 1, False, {}),
 }
 
@@ -65,6 +67,92 @@ def test_equals_the_reference(backend, row):
     expected, expected_lse = attend(arguments, options, backend="reference")
     np.testing.assert_allclose(out, expected, atol=2e-6)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=2e-6)
+
+
+@functools.cache
+def overridden(backend):
+    """Arguments whose list leaves blocks out, and the compiled call."""
+    arguments, options = made(TABLE["override"], 1)
+    idx, count = jnp.asarray([[[0, 2, 1]], [[4, 1, 1]]]), jnp.asarray([[2], [1]])
+    call = jax.jit(functools.partial(kernels.decode_attention, bk=16, **BACKENDS.get(backend, {"backend": backend})))
+    return arguments, options["kv_valid"], options["override"], functools.partial(call, idx=idx, count=count)
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_reaches_nothing_from_where_it_takes_no_part(backend, bad):
+    (q, k, v), valid, (new_k, new_v, use), call = overridden(backend)
+    listed = np.zeros((2, 80), bool)
+    listed[0, :16] = listed[0, 32:48] = listed[1, 64:] = True
+    part = listed[:, :70] & valid
+    cached, replaced = ((part & x)[:, None, :, None] for x in (~use, use))
+    assert (valid & ~part).any()
+    assert (~valid & listed[:, :70] & use).any()
+    noisy = [jnp.where(cached, x, bad) for x in (k, v)]
+    new = Override(*(jnp.where(replaced, x, bad) for x in (new_k, new_v)), use)
+    clean = call(q, k, v, kv_valid=valid, override=Override(new_k, new_v, use))
+    np.testing.assert_array_equal(call(q, *noisy, kv_valid=valid, override=new), clean)
+    at = tuple(np.argwhere(part & use)[0])
+    new = Override(new.k, new.v.at[at[0], :, at[1]].set(bad), use)
+    reached = call(q.at[1 - at[0], 0, 0].set(bad), *noisy, kv_valid=valid, override=new)
+    bad_rows = np.zeros(q.shape[:3], bool)
+    bad_rows[at[0]] = bad_rows[1 - at[0], 0, 0] = True
+    np.testing.assert_array_equal(~np.isfinite(reached).all(-1), bad_rows)
+    np.testing.assert_array_equal(reached[~bad_rows], clean[~bad_rows])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_low_precision_sums_in_float32(backend):
+    arguments, options = made(TABLE["all slots"])
+    low = [x.astype(jnp.bfloat16) for x in arguments]
+    expected, _ = attend([x.astype(jnp.float32) for x in low], options, backend="reference")
+    out, lse = attend(low, options, **BACKENDS[backend])
+    assert out.dtype == jnp.bfloat16
+    assert lse.dtype == jnp.float32
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=1e-2)
+
+
+@pytest.mark.usefixtures("x64")
+def test_float64_stays_float64():
+    arguments, options = made(TABLE["listed blocks"])
+    wide = [x.astype(jnp.float64) for x in arguments]
+    (out, lse), expected = (attend(wide, options, backend=name) for name in ("xla", "reference"))
+    assert out.dtype == lse.dtype == jnp.float64
+    for found, exact in zip((out, lse), expected, strict=True):
+        np.testing.assert_allclose(found, exact, atol=1e-14)
+
+
+def test_vmap_equals_a_loop():
+    arguments, options = made(TABLE["listed blocks"])
+    arrays = (*arguments, *(options[n] for n in ("kv_valid", "idx", "count")))
+
+    def one(*arrays):
+        q, k, v, valid, idx, count = (x[None] for x in arrays)
+        return kernels.decode_attention(q, k, v, kv_valid=valid, idx=idx, count=count, bk=16)[0]
+
+    np.testing.assert_allclose(jax.jit(jax.vmap(one))(*arrays), attend(arguments, options)[0], atol=1e-6)
+
+
+def test_tpu_reads_nothing_unwritten_and_does_not_race(capfd):
+    """Uninitialised memory is NaN, and the interpreter prints any race it finds."""
+    arguments, options = made(TABLE["override"], 2, idx=jnp.asarray([[[0, 2, 4]], [[3, 1, 1]]]))
+    options["count"] = jnp.asarray([[3], [2]])
+    how = {"backend": "tpu", "interpret": pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)}
+    try:
+        found = jax.block_until_ready(attend(arguments, options, **how))
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+    for x, y in zip(found, attend(arguments, options, backend="reference"), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-6)
+    assert "RACE" not in "".join(capfd.readouterr()).upper()
+
+
+@pytest.mark.parametrize("backend", ["tpu", "gpu"])
+def test_a_gradient_of_pallas_is_refused(backend):
+    arguments, options = made(TABLE["one slot"])
+    call = functools.partial(kernels.decode_attention, **options, **BACKENDS[backend])
+    with pytest.raises(ConfigError, match=f"backend: found '{backend}' where a gradient is taken"):
+        jax.grad(lambda q: call(q, *arguments[1:]).sum())(arguments[0])
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmeth.kernels.backend import resolve
 from jaxmeth.kernels.block_attention import reference, xla
 from jaxmeth.kernels.block_attention.reference import block_mask
-from jaxmeth.kernels.block_attention.shapes import Static, check_array, check_qkv
+from jaxmeth.kernels.block_attention.shapes import Static, check_array, check_qkv, used
 from jaxmeth.types import ConfigError, is_concrete, whole_number
 
 __all__ = ["block_attention", "block_mask", "check_lists", "dense_lists"]
@@ -51,8 +51,7 @@ def block_attention(
       k: keys, after rotation.
       v: values.
       idx: block numbers in [0, ceil(S / bk)), each once in a row's first ``count``, best ascending; what comes after
-        is not read as a block, but should repeat the last one (the TPU then copies nothing). Hs is H or Hkv (shared by
-        the query heads of a key/value head); nq = ceil(T / bq).
+        is not read. Hs is H or Hkv (shared by the query heads of a key/value head); nq = ceil(T / bq).
       count: how many entries of a row count, 0 to W.
       bq: queries in a block.
       bk: keys in a block.
@@ -70,8 +69,12 @@ def block_attention(
 
     Returns:
       Attention in q's dtype, and lse if asked for. Scores and sums are float32 or better. A query that may see
-      nothing gives zeros and lse -inf. A NaN in q stays in its row; a NaN in k reaches only the queries whose block
-      lists it and that may see it.
+      nothing gives zeros and lse -inf. A NaN or infinity in q stays in its row; one in k reaches the queries that see
+      it; one in v with "reference" the same, elsewhere every query of the query blocks that count its key block, also
+      the earlier ones, but for queries that see nothing. What ``kv_valid`` excludes and what no list counts reaches
+      nothing. Gradients are less exact: such a number in q may fill dk and dv of the key blocks that its query block
+      counts, one in k or v dq of the query blocks that count it and dk, dv of all that those count; with "reference"
+      those of its key/value head.
 
     Raises:
       ConfigError: shapes or dtypes that do not fit, an unknown or absent backend, with ``debug`` a list that points
@@ -95,6 +98,9 @@ def block_attention(
     k, v = _pad(k, bk), _pad(v, bk)
     idx = jnp.clip(idx.astype(jnp.int32), 0, k.shape[2] // bk - 1)
     count = jnp.minimum(count.astype(jnp.int32), idx.shape[-1])
+    # The last block that counts, again: on TPU it is not copied twice, and no other one's NaN meets a weight of zero.
+    last = jnp.take_along_axis(idx, jnp.maximum(count - 1, 0)[..., None], axis=-1)
+    idx = jnp.where(used(count, idx.shape[-1]), idx, last)
     far = jnp.iinfo(jnp.int32).max // 2
     span = jnp.stack([jnp.asarray(start, jnp.int32), jnp.asarray(far if window is None else window, jnp.int32)])
     # The lists are a choice, not a function to differentiate.

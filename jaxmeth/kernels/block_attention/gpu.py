@@ -63,9 +63,10 @@ def _forward_kernel(static, q, k, v, valid, idx, count, span, out, lse):
         jnp.zeros((rows, dim), jnp.float32),
     )
     top, total, acc = jax.lax.fori_loop(0, count[0], body, start)
-    safe = jnp.where(total > 0, total, 1)
-    out[...] = (acc / safe[:, None]).astype(out.dtype)
-    lse[...] = jnp.where(total > 0, jnp.log(safe) + top, -jnp.inf)
+    some = total != 0
+    safe = jnp.where(some, total, 1)
+    out[...] = jnp.where(some[:, None], acc / safe[:, None], 0).astype(out.dtype)
+    lse[...] = jnp.where(some, jnp.log(safe) + top, -jnp.inf)
 
 
 def _dq_kernel(static, q, k, v, valid, idx, count, span, d_out, lse, delta, dq):

@@ -35,7 +35,12 @@ def attention(static: Static, q, k, v, idx, count, valid, span) -> tuple[Array, 
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     weights = jnp.where(mask, jnp.exp(scores - top), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    some = total > 0
-    out = jnp.einsum("bhts,bhsd->bhtd", weights / jnp.where(some, total, 1), values, precision="highest")
+    some = total != 0
+    # 0 * NaN is NaN: what is not finite is added only where it is seen.
+    finite = jnp.isfinite(values)
+    weights = weights / jnp.where(some, total, 1)
+    out = jnp.einsum("bhts,bhsd->bhtd", weights, jnp.where(finite, values, 0), precision="highest")
+    seen = jnp.einsum("bhts,bhsd->bhtd", mask.astype(exact), (~finite).astype(exact)) > 0
+    out = out + jnp.where(seen, jnp.nan, 0)
     lse = jnp.where(some, jnp.log(jnp.where(some, total, 1)) + top, -jnp.inf)
     return out.astype(q.dtype), lse[..., 0]

@@ -61,9 +61,9 @@ def softmax_add(top, total, acc, s, mask, values):
 
 def softmax_finish(top, total, acc, out, lse):
     """Zeros and -inf for a row that saw nothing."""
-    some = total[:, :1] > 0
+    some = total[:, :1] != 0
     safe = jnp.where(some, total[:, :1], 1)
-    out[...] = (acc[...] / safe).astype(out.dtype)
+    out[...] = jnp.where(some, acc[...] / safe, 0).astype(out.dtype)
     lse[...] = jnp.where(some, jnp.log(safe) + top[:, :1], -jnp.inf)
 
 

@@ -151,9 +151,9 @@ def forward(static: Static, q, k, v, idx, count, valid, span) -> tuple[Array, Ar
         )
         outs, sums = done
         for unit, (top, total, out) in enumerate(carry):
-            some = total > 0
+            some = total != 0
             safe = jnp.where(some, total, 1)
-            outs = work.put(item, unit, outs, out * (1 / safe)[..., None])
+            outs = work.put(item, unit, outs, jnp.where(some[..., None], out * (1 / safe)[..., None], 0))
             sums = work.put(item, unit, sums, jnp.where(some, jnp.log(safe) + top, -jnp.inf))
         return outs, sums
 
@@ -171,7 +171,9 @@ def backward(static: Static, q, k, v, idx, count, valid, span, d_out, lse, delta
 
     def step(n, carry):
         item = _item(work, n)
-        rows = [[work.rows(item, u, x) for x in sources] for u in range(work.per_step)]
+        # A list of none takes part in its step's tiles, where 0 * NaN is NaN.
+        some = [item["count"][u] > 0 for u in range(work.per_step)]
+        rows = [[jnp.where(some[u], work.rows(item, u, x), 0) for x in sources] for u in range(work.per_step)]
 
         def one(unit: int, tile, dq):
             query, d_o, own_lse, own_delta = rows[unit]
@@ -197,7 +199,7 @@ def backward(static: Static, q, k, v, idx, count, valid, span, d_out, lse, delta
         dqs = [jnp.zeros((static.bq, work.group, q.shape[-1]), work.exact)] * work.per_step
         dqs, dk, dv = jax.lax.fori_loop(0, work.tiles(item), tile_step, (dqs, dk, dv))
         for unit, x in enumerate(dqs):
-            dq = work.put(item, unit, dq, x * static.scale)
+            dq = work.put(item, unit, dq, jnp.where(some[unit], x * static.scale, 0))
         return dq, dk, dv
 
     zeros = [jnp.zeros(x.shape, work.exact) for x in (sources[0], keys, values)]

@@ -1,5 +1,6 @@
 """Attention of a few queries over a cache: all of it, or the blocks of a list; some rows may be overridden."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ from jaxmeth.kernels.backend import resolve
 from jaxmeth.kernels.block_attention import check_lists
 from jaxmeth.kernels.block_attention.shapes import check_array, check_qkv
 from jaxmeth.kernels.decode_attention import reference, xla
-from jaxmeth.kernels.decode_attention.shapes import Static
+from jaxmeth.kernels.decode_attention.shapes import Static, clean
 from jaxmeth.types import ConfigError, is_concrete, whole_number
 
 __all__ = ["Override", "decode_attention"]
@@ -65,11 +66,13 @@ def decode_attention(
       debug: check the lists on the host; ignored under ``jit``.
 
     Returns:
-      Attention in q's dtype, and lse if asked for; zeros and -inf where no slot takes part.
+      Attention in q's dtype, and lse if asked for; zeros and -inf where no slot takes part. A NaN or infinity in q
+      stays in its row; one in k or v, of the cache or overriding, reaches the queries of its key/value head where it
+      takes part, and nothing where its slot is not valid, not listed or overridden.
 
     Raises:
-      ConfigError: shapes or dtypes that do not fit, ``idx`` without ``count``, an unknown or absent backend, with
-        ``debug`` a bad list.
+      ConfigError: shapes or dtypes that do not fit, ``idx`` without ``count``, an unknown or absent backend, the
+        gradient of one that has none, with ``debug`` a bad list.
 
     Reference: Dao et al., Flash-Decoding for long-context inference, 2023.
     """
@@ -82,8 +85,6 @@ def decode_attention(
         check_lists(idx[:, :, None], count[:, :, None], blocks)
     if slots % bk and kv_valid is None and (idx is not None or name in ("tpu", "gpu")):
         kv_valid = jnp.ones((batch, slots), bool)
-    if kv_valid is not None:
-        k, v = (jnp.where(kv_valid[:, None, :, None], x, 0) for x in (k, v))
     if idx is not None or name in ("tpu", "gpu"):
         k, v, kv_valid, override = jax.tree.map(lambda x: _pad(x, bk), (k, v, kv_valid, override))
     if idx is None and name in ("tpu", "gpu"):
@@ -93,7 +94,8 @@ def decode_attention(
         idx = jnp.clip(idx.astype(jnp.int32), 0, blocks - 1)
         count = jnp.minimum(count.astype(jnp.int32), idx.shape[-1])
     grouped = q.reshape(batch, kv_heads, -1, q.shape[-1])
-    out, lse = _module(name).forward(static, grouped, k, v, idx, count, kv_valid, override)
+    run = functools.partial(_kernel, name) if name in ("tpu", "gpu") else _module(name).forward
+    out, lse = run(static, grouped, k, v, idx, count, kv_valid, override)
     out, lse = out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:3])
     return (out, lse) if return_lse else out
 
@@ -115,6 +117,23 @@ def _check(q, k, v, kv_valid, idx, count, bk, override) -> None:
 def _pad(x: Array, block: int) -> Array:
     axis = 1 if x.ndim == 2 else 2
     return jnp.pad(x, [(0, -n % block if i == axis else 0) for i, n in enumerate(x.shape)])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _kernel(name, static, q, k, v, idx, count, valid, override):
+    if valid is not None:
+        k, v = clean(valid[:, None], k, v)
+        if override is not None:
+            new_k, new_v = clean(valid[:, None], override.k, override.v)
+            override = Override(new_k, new_v, override.use)
+    return _module(name).forward(static, q, k, v, idx, count, valid, override)
+
+
+def _no_gradient(name, *_):
+    raise ConfigError(f"backend: found {name!r} where a gradient is taken, expected 'reference' or 'xla'")
+
+
+_kernel.defvjp(_no_gradient, _no_gradient)
 
 
 def _module(name: str):

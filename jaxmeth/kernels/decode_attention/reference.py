@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmeth.kernels.block_attention.reference import block_mask
-from jaxmeth.kernels.decode_attention.shapes import Static, finish
+from jaxmeth.kernels.decode_attention.shapes import Static, clean, finish
 
 
 def forward(static: Static, q, k, v, idx, count, valid, override) -> tuple[Array, Array]:
@@ -12,8 +12,9 @@ def forward(static: Static, q, k, v, idx, count, valid, override) -> tuple[Array
     if override is not None:
         use = override.use[:, None, :, None]
         k, v = jnp.where(use, override.k, k), jnp.where(use, override.v, v)
-    mask = jnp.ones((k.shape[0], 1, 1, k.shape[2]), bool) if valid is None else valid[:, None, None, :]
+    mask = jnp.ones((k.shape[0], 1, k.shape[2]), bool) if valid is None else valid[:, None]
     if idx is not None:
-        mask = mask & jnp.repeat(block_mask(idx, count, k.shape[2] // static.bk), static.bk, axis=-1)[:, :, None, :]
+        mask = mask & jnp.repeat(block_mask(idx, count, k.shape[2] // static.bk), static.bk, axis=-1)
+    k, v = clean(mask, k, v)
     scores = jnp.einsum("bkmd,bksd->bkms", q.astype(exact) * static.scale, k.astype(exact), precision="highest")
-    return finish(static, scores, mask, v.astype(exact))
+    return finish(static, scores, mask[:, :, None, :], v.astype(exact))

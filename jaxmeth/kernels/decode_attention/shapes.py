@@ -17,6 +17,11 @@ class Static:
     interpret: Any = False
 
 
+def clean(mask: Array, *arrays: Array) -> list[Array]:
+    """Keys and values with zeros where ``mask [B, 1 or Hkv, keys]`` leaves them out: 0 * NaN is NaN."""
+    return [jnp.where(mask[..., None], x, 0) for x in arrays]
+
+
 def finish(static: Static, scores: Array, mask: Array | None, values: Array) -> tuple[Array, Array]:
     """``(out, lse)`` of scores ``[B, Hkv, M, keys]`` before soft cap and mask, and values ``[B, Hkv, keys, D]``."""
     if static.softcap is not None:
@@ -28,6 +33,6 @@ def finish(static: Static, scores: Array, mask: Array | None, values: Array) -> 
     if mask is not None:
         weights = jnp.where(mask, weights, 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    some = total > 0
+    some = total != 0
     out = jnp.einsum("bkms,bksd->bkmd", weights, values) / jnp.where(some, total, 1)
     return out, jnp.where(some, jnp.log(jnp.where(some, total, 1)) + top, -jnp.inf)[..., 0]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxmeth.kernels.block_attention.shapes import used
-from jaxmeth.kernels.decode_attention.shapes import Static, finish
+from jaxmeth.kernels.decode_attention.shapes import Static, clean, finish
 
 
 def forward(static: Static, q, k, v, idx, count, valid, override) -> tuple[Array, Array]:
@@ -30,5 +30,7 @@ def forward(static: Static, q, k, v, idx, count, valid, override) -> tuple[Array
     k, v = sources[:2]
     if use is not None:
         k, v = (jnp.where(use[..., None], new, old) for old, new in zip((k, v), sources[2:], strict=True))
+    if mask is not None:
+        k, v = clean(mask, k, v)
     scores = jnp.einsum("bkmd,bksd->bkms", q.astype(exact) * static.scale, k.astype(exact))
     return finish(static, scores, None if mask is None else mask[:, :, None, :], v.astype(exact))
