@@ -190,7 +190,8 @@ def bootstrap_interval(
     a statistic that returns a vector [k] gives k intervals from the same resamples (lo, hi [k], float64).
     ``batched=True`` hands over stacks ``[r, n, ...]`` and takes ``[r]`` or ``[r, k]`` back, for a vmapped statistic
     (r takes at most three values: a jitted one is traced at most three times). Resamples where the statistic is NaN
-    (a class is missing) are left out; where more than half are, the interval is NaN. n = 0: ConfigError.
+    (a class is missing) are left out; where more than half are, the interval is NaN. An infinite statistic counts, so
+    an end of the interval may be infinite. n = 0: ConfigError.
     Reference: Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13.
     """
     data = [np.asarray(a) for a in arrays]
@@ -213,7 +214,10 @@ def bootstrap_interval(
     bad = np.isnan(drawn)
     usable = bad.mean(axis=0) <= 0.5
     drawn = np.where(bad & ~usable, 0.0, drawn)  # keeps an all-NaN column out of nanquantile; masked just below
-    lo, hi = np.nanquantile(drawn, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    # Between two infinities there is no line: they stand in as numbers, and what is near one is one.
+    most = np.finfo(np.float64).max / 4
+    ends = np.nanquantile(np.clip(drawn, -most, most), [(1 - level) / 2, (1 + level) / 2], axis=0)
+    lo, hi = np.where(np.abs(ends) > most / 1e9, np.copysign(np.inf, ends), ends)
     lo, hi = np.where(usable, lo, np.nan), np.where(usable, hi, np.nan)
     return Estimate(float(value), float(lo), float(hi)) if value.ndim == 0 else Estimate(value, lo, hi)
 

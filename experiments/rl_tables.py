@@ -125,30 +125,45 @@ def quicker(measured: "Measured", first: str, second: str) -> core.Claim:
 
 
 def sooner(measured: "Measured", first: str, second: str, share: float) -> core.Claim:
-    """Whether an arm reaches another's final pass rate in at most this share of the other's steps (mean curves)."""
+    """Whether an arm reaches another's final pass rate in at most this share of the other's steps (mean curves).
+
+    Infinite where it never does, NaN unless the other surely ends above where both begin: else there is nothing to
+    reach.
+    """
 
     def needed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return steps_to(a.mean(1), measured.steps, b.mean(1)[:, -1]) / measured.steps[-1]
+        a, b = a.mean(1), b.mean(1)
+        found = steps_to(a, measured.steps, b[:, -1]) / measured.steps[-1]
+        rise = b[:, -1] - np.maximum(a[:, 0], b[:, 0])
+        return np.stack([np.where(np.isnan(found), np.inf, found), rise], axis=1)
 
     curves = [measured.curves[arm]["pass"] for arm in (first, second)]
-    estimate = core.bootstrap_interval(needed, *curves, batched=True)
-    return core.Claim(f"share of {second}'s steps in which {first} reaches its final pass rate", estimate, "<=", share)
+    found, rise = (core.Estimate(*e) for e in zip(*core.bootstrap_interval(needed, *curves, batched=True), strict=True))
+    if not rise.lo > 0:
+        found = core.Estimate(np.nan, np.nan, np.nan)
+    return core.Claim(f"share of {second}'s steps in which {first} reaches its final pass rate", found, "<=", share)
 
 
 def sooner_to(measured: "Measured", firsts: Sequence[str], second: str, level: float, share: float) -> core.Claim:
     """Whether the best of some arms reaches a pass rate in at most this share of another's rollouts (mean curves).
 
-    The best is the one that is there first, in each resample anew.
+    The best is the one that is there first, in each resample anew; infinite where none is. Where the other never gets
+    there, the share lies between 0 (it never would) and what it is if the other does right after the end, which is the
+    value shown. NaN where the other is there from the first.
     """
 
     def needed(*curves: np.ndarray) -> np.ndarray:
         *best, other = (steps_to(c.mean(1), measured.steps, level) for c in curves)
+        late = np.isnan(other)
+        other = np.where(late, measured.steps[-1], other)
         best = np.where(np.isnan(best), np.inf, best).min(0)
-        return np.where(np.isfinite(best) & (other > 0), best / np.where(other > 0, other, 1), np.nan)
+        most = np.where(other > 0, best / np.where(other > 0, other, 1), np.nan)
+        return np.stack([np.where(late, 0, most), most], axis=1)
 
     curves = [measured.curves[arm]["pass"] for arm in (*firsts, second)]
     text = f"share of {second}'s rollouts in which the best of {', '.join(firsts)} reaches {level:.0%}"
-    return core.Claim(text, core.bootstrap_interval(needed, *curves, batched=True), "<=", share)
+    found = core.bootstrap_interval(needed, *curves, batched=True)
+    return core.Claim(text, core.Estimate(found.value[1], found.lo[0], found.hi[1]), "<=", share)
 
 
 def notes(cfg: Training, measured: "Measured", paper: str) -> list[str]:

@@ -129,6 +129,10 @@ def test_bootstrap_of_degenerate_data():
     half = core.bootstrap_interval(lambda x: np.array([math.nan, x.mean()]), np.ones(5), resamples=20)
     assert math.isnan(half.lo[0])
     assert half.lo[1] == 1
+    for end in (math.inf, -math.inf):  # a third of the resamples lack it: infinite, so one end of the interval is
+        found = core.bootstrap_interval(np.mean, np.array([end] + [1.0] * 9))
+        assert sorted(found) == sorted((end, 1.0, end))
+        assert core.bootstrap_interval(np.mean, np.full(3, end)) == (end, end, end)
     for wrong in ({"resamples": 0}, {"level": 1.0}):
         with pytest.raises(ConfigError, match="bootstrap: found"):
             core.bootstrap_interval(np.mean, np.ones(5), **wrong)

@@ -212,7 +212,53 @@ def test_sooner_is_the_share_of_the_baselines_steps():
     measured = rl_arms.Measured({}, {}, {}, {k: {"pass": np.array(v)} for k, v in curves.items()}, steps)
     claim = rl_tables.sooner(measured, "fast", "slow", 0.5)
     assert (claim.measured, claim.interval, claim.holds) == (0.25, (0.25, 0.25), "yes")
-    assert np.isnan(rl_tables.sooner(measured, "never", "slow", 0.5).measured)
+    claim = rl_tables.sooner(measured, "never", "slow", 0.5)
+    assert (claim.measured, claim.interval, claim.holds) == (np.inf, (np.inf, np.inf), "no")
+
+
+def test_nothing_is_reached_sooner_where_the_baseline_learnt_nothing():
+    steps = np.array([0, 10, 20])
+    rise = np.array([0.06, -0.05, 0.05, -0.04])  # for certain nowhere, though 0.005 on average
+    curves = {
+        "arm": [[0.1, 0.4, 0.6]] * 4, "flat": [[0.1, 0.1, 0.1]] * 4, "fell": [[0.1, 0.2, 0.05]] * 4,
+        "noise": np.stack([np.full(4, 0.1), np.full(4, 0.1), 0.1 + rise], axis=1),
+    }  # fmt: skip
+    measured = rl_arms.Measured({}, {}, {}, {k: {"pass": np.array(v)} for k, v in curves.items()}, steps)
+    for baseline in ("flat", "fell", "noise"):
+        claim = rl_tables.sooner(measured, "arm", baseline, 0.5)
+        assert np.isnan(claim.measured), baseline
+        assert claim.holds == "undecided", baseline
+
+
+def late_in_some_resamples():
+    """An arm whose mean reaches its baseline's end of 0.2, as in half of the resamples; the baseline starts at 0.1."""
+    steps, noise = np.arange(5) * 10, np.linspace(-0.02, 0.0212, 8)[:, None]
+    arm = np.concatenate([np.full((8, 1), 0.1), 0.2 + np.repeat(noise, 4, axis=1)], axis=1)
+    curves = {"arm": arm, "slow": np.array([[0.1, 0.12, 0.15, 0.18, 0.2]] * 8), "never": np.full((8, 5), 0.1)}
+    return rl_arms.Measured({}, {}, {}, {k: {"pass": v} for k, v in curves.items()}, steps)
+
+
+def test_resamples_in_which_an_arm_never_gets_there_count():
+    measured = late_in_some_resamples()
+    for claim in (
+        rl_tables.sooner(measured, "arm", "slow", 0.5),
+        rl_tables.sooner_to(measured, ("never", "arm"), "slow", 0.2, 0.5),
+    ):
+        assert claim.measured < 0.26
+        assert claim.interval[0] < 0.25
+        assert claim.interval[1] == np.inf
+        assert claim.holds == "undecided"
+
+
+def test_a_baseline_that_never_gets_there_bounds_the_share():
+    """It may get there just after the end, or never."""
+    curves = {"fast": [[0.0, 0.4, 0.4]] * 3, "late": [[0.0, 0.1, 0.2]] * 3, "never": [[0.0, 0.1, 0.1]] * 3}
+    measured = rl_arms.Measured({}, {}, {}, {k: {"pass": np.array(v)} for k, v in curves.items()}, np.array([0, 5, 10]))
+    claim = rl_tables.sooner_to(measured, ("fast",), "never", 0.2, 0.8)
+    np.testing.assert_allclose([claim.measured, *claim.interval], [0.25, 0.0, 0.25])
+    assert claim.holds == "yes"
+    claim = rl_tables.sooner_to(measured, ("late",), "never", 0.2, 0.8)
+    assert (claim.measured, claim.interval, claim.holds) == (1.0, (0.0, 1.0), "undecided")
 
 
 def test_the_best_of_some_arms_is_the_first_to_reach_a_level():
@@ -222,8 +268,10 @@ def test_the_best_of_some_arms_is_the_first_to_reach_a_level():
     claim = rl_tables.sooner_to(measured, ("never", "fast"), "slow", 0.2, 0.8)
     np.testing.assert_allclose([claim.measured, *claim.interval], [1 / 3] * 3)
     assert claim.holds == "yes"
-    assert np.isnan(rl_tables.sooner_to(measured, ("never",), "slow", 0.2, 0.8).measured)
-    assert np.isnan(rl_tables.sooner_to(measured, ("fast",), "never", 0.2, 0.8).measured)
+    assert rl_tables.sooner_to(measured, ("never",), "slow", 0.2, 0.8).measured == np.inf
+    neither = rl_tables.sooner_to(measured, ("never",), "never", 0.2, 0.8)
+    assert (neither.interval, neither.holds) == ((0, np.inf), "undecided")
+    assert np.isnan(rl_tables.sooner_to(measured, ("fast",), "slow", 0.0, 0.8).measured)
 
 
 def test_a_metric_is_compared_at_matched_pass_rate():

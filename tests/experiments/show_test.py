@@ -6,7 +6,7 @@ import math
 import pytest
 from rich.console import Console
 
-from experiments import show
+from experiments import core, jsonio, show
 
 
 def printed(table, width=100):
@@ -51,6 +51,15 @@ def test_claims_table_gives_verdict_measured_interval_and_threshold():
     first, second = (line.split() for line in shown.splitlines() if "wins" in line)
     assert first == ["[b]", "wins", "0.500", "[0.250,", "0.750]", ">=", "0.3", "undecided"]
     assert second == ["[b]", "wins", "0.500", "-", ">=", "0.3", "holds"]
+
+
+def test_an_infinite_end_is_stored_and_shown(tmp_path):
+    claim = core.Claim("late", core.Estimate(0.25, 0.125, math.inf), "<=", 0.5)
+    row = {"arm": "late", "share": core.Estimate(0.25, 0.125, math.inf)}
+    jsonio.write_json(tmp_path / "x.json", {"rows": [row], "claims": [jsonio.encode(claim) | {"holds": claim.holds}]})
+    stored = jsonio.read_json(tmp_path / "x.json")
+    assert show.cells(stored["rows"])[1] == [["late", "0.250 [0.125, inf]"]]
+    assert show.claim_cells(stored["claims"][0]) == ("0.250", "[0.125, inf]", "<= 0.5", "undecided")
 
 
 def test_long_tables_are_cut():
