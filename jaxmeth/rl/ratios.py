@@ -6,8 +6,10 @@ The seam is ``(logp, logp_old, adv, mask) -> Surrogate``, to be maximised. With 
   is the on-policy case: r = 1 in value and A grad(logp) as gradient. Differentiable in ``logp`` only.
 * adv [N], or [N, T]; mask [N, T], nonzero = counts. Whatever stands at masked positions, NaN included, is never used;
   value and flags are 0 there.
-* Log-ratios are clamped to +-``log_ratio_clamp`` (no gradient beyond). None clamps only where ``exp`` would overflow,
-  so that finite input never gives NaN.
+* A is bounded so that each product (r A, A logp) is at most 1e30: advantages of 1e30, or a ratio of exp(79) times a
+  large one, saturate there, value and gradient, and sums over tokens stay finite. Smaller products are untouched.
+* Log-ratios are clamped to +-``log_ratio_clamp`` (no gradient beyond). None clamps only where ``exp`` would overflow.
+  Finite input never gives NaN.
 * The gradient of a clipped surrogate is r A where it is not clipped and 0 where it is; exactly on a bound, r A.
 * ConfigError where shapes disagree or a threshold is negative, NaN or out of range.
 """
@@ -27,6 +29,9 @@ Adv = Float[Array, " _"] | Float[Array, "_ _"]
 Mask = Num[Array, "_ _"] | Bool[Array, "_ _"]
 Scalar = float | Float[Array, ""]
 
+# Of a product with an advantage: in float32 sums over 1e8 tokens stay finite.
+_MOST = 1e30
+
 KL_KINDS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k3+")
 
 
@@ -39,7 +44,7 @@ class Surrogate(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """Checked and masked input: ``d`` = logp - logp_old and 0 where masked, ``adv`` [N, 1] or [N, T]."""
+    """Checked input [N, T], 0 where masked: ``d`` = logp - logp_old; ``adv`` is at most 1e30."""
 
     logp: Array
     d: Array
@@ -62,21 +67,28 @@ def prepare(logp: Array, logp_old: Array | None, adv: Array, mask: Array) -> Pre
         adv = adv[:, None]
     else:
         check_shape("adv", adv, logp.shape, "logp")
-    return Prepared(logp, logp - jax.lax.stop_gradient(old), jax.lax.stop_gradient(as_float(adv)), mask)
+    adv = jnp.where(mask, jnp.clip(jax.lax.stop_gradient(as_float(adv)), -_MOST, _MOST), 0)
+    return Prepared(logp, logp - jax.lax.stop_gradient(old), adv, mask)
 
 
 def safe_exp(d: Array, clamp: Scalar | None) -> Array:
-    """``exp`` of d clamped to +-clamp, or where None to what cannot overflow even times a large advantage."""
+    """``exp`` of d clamped to +-clamp, or where None to what cannot overflow."""
     if clamp is not None:
         check_number("log_ratio_clamp", clamp, 0, above=True)
     limit = 0.9 * float(np.log(jnp.finfo(d.dtype).max))
     return jnp.exp(jnp.clip(d, -limit, limit) if clamp is None else jnp.clip(d, -clamp, clamp))
 
 
+def times(x: Array, adv: Array) -> Array:
+    """``x adv``, with adv bounded where the product is beyond 1e30: the gradient is then bounded too."""
+    most = _MOST / jnp.maximum(jnp.abs(jax.lax.stop_gradient(x)), 1)
+    return x * jnp.clip(adv, -most, most)
+
+
 def clip_ratio(ratio: Array, adv: Array, lower: Scalar | Array, upper: Scalar | Array, mask: Array) -> Surrogate:
     """``min(r A, clip(r, lower, upper) A)`` as a choice rather than a product: no gradient where it clips."""
     high, low = (ratio > upper) & (adv > 0), (ratio < lower) & (adv < 0)
-    value = jnp.where(high, upper, jnp.where(low, lower, ratio)) * adv
+    value = times(jnp.where(high, upper, jnp.where(low, lower, ratio)), adv)
     return Surrogate(jnp.where(mask, value, 0), low & mask, high & mask)
 
 
@@ -207,10 +219,10 @@ def gmpo(
     eps_high = eps_low if eps_high is None else eps_high
     _bounds(eps_low, eps_high)
     p = prepare(logp, logp_old, adv, mask)
-    adv_seq = _sequence_mean(jnp.where(p.mask, p.adv, 0), p.mask)
+    adv_seq = _sequence_mean(p.adv, p.mask)
     high, low = p.mask & (p.d > eps_high) & (adv_seq > 0), p.mask & (p.d < -eps_low) & (adv_seq < 0)
     d = jnp.where(high, eps_high, jnp.where(low, -eps_low, p.d))
-    value = safe_exp(_sequence_mean(d, p.mask), log_ratio_clamp) * adv_seq
+    value = times(safe_exp(_sequence_mean(d, p.mask), log_ratio_clamp), adv_seq)
     return Surrogate(jnp.where(p.mask, value, 0), low, high)
 
 
@@ -238,7 +250,7 @@ def cispo(
     lower, upper = (-jnp.inf if eps_low is None else 1 - eps_low), 1 + eps_high
     p = prepare(logp, logp_old, adv, mask)
     ratio = jax.lax.stop_gradient(safe_exp(p.d, log_ratio_clamp))
-    value = jnp.clip(ratio, lower, upper) * p.adv * p.logp
+    value = times(p.logp, times(jnp.clip(ratio, lower, upper), p.adv))
     high, low = (ratio > upper) & (p.adv > 0), (ratio < lower) & (p.adv < 0)
     return Surrogate(jnp.where(p.mask, value, 0), low & p.mask, high & p.mask)
 
@@ -247,7 +259,7 @@ def reinforce(logp: LogProbs, logp_old: Float[Array, "_ _"] | None, adv: Adv, ma
     """The plain policy gradient, ``A logp``; ``logp_old`` plays no part."""
     p = prepare(logp, logp_old, adv, mask)
     never = jnp.zeros(p.logp.shape, bool)
-    return Surrogate(jnp.where(p.mask, p.logp * p.adv, 0), never, never)
+    return Surrogate(jnp.where(p.mask, times(p.logp, p.adv), 0), never, never)
 
 
 def kl(
@@ -262,7 +274,7 @@ def kl(
     Args:
       logp, logp_ref: [N, T]; the reference is a constant.
       clamp: bounds on +-q and on the +-result, k3 and k3+ only; (20, 10) in verl, None in TRL. Without it q is
-        clamped only where exp would overflow.
+        clamped only above 44 (354 in float64), so that ``exp(q)`` times an importance ratio, summed, stays finite.
 
     Raises:
       ConfigError: an unknown kind, a clamp with another kind or not positive, unequal shapes.
@@ -282,7 +294,7 @@ def kl(
     k2 = 0.5 * q * q
     if kind in ("k2", "mse"):
         return k2
-    limit, ceiling = clamp or (0.9 * float(np.log(jnp.finfo(q.dtype).max)), None)
+    limit, ceiling = clamp or (0.5 * float(np.log(jnp.finfo(q.dtype).max)), None)
     check_number("clamp", limit, 0, above=True)
     bounded = jnp.clip(q, -limit, limit) if clamp else q
     k3 = jnp.expm1(jnp.minimum(bounded, limit)) - bounded

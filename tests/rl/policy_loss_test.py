@@ -288,6 +288,31 @@ def test_huge_rewards(made):
         finite(every(logp, batch._replace(rewards=batch.rewards * scale)))
 
 
+EXTREME = {
+    "unclamped": presets.rloo(ratio=partial(rl.ppo_clip, log_ratio_clamp=None)),
+    "unclipped": presets.rloo(ratio=partial(rl.ppo_clip, eps_low=np.inf)),
+    "rloo": presets.rloo(),
+    "dr_grpo": presets.dr_grpo(max_len=3),
+    "gspo": presets.gspo(advantage=rl.adv_prompt_weighted),
+    "gmpo": presets.rloo(ratio=rl.gmpo),
+    "reinforce": rl.make_policy_loss(advantage=rl.adv_reinforce, ratio=rl.reinforce),
+    "cispo": presets.rloo(ratio=partial(rl.cispo, eps_high=np.inf, log_ratio_clamp=None)),
+    "kl": presets.rloo(advantage=rl.adv_grpo, beta=0.04, kl_bias_correction=True),
+}
+
+
+def test_huge_rewards_and_huge_ratios():
+    """Cases 27 and 31 together: no overflow, and so no NaN, in value or gradient; the push is kept."""
+    logp, mask = -jnp.ones((4, 3)), jnp.ones((4, 3), bool)
+    rewards = jnp.asarray([[1e30, -1e30, 0, 0]])
+    run = jax.jit(partial(values, EXTREME))
+    for d in (25.0, -25.0, 1e4, -1e4, 25 * (-1.0) ** jnp.arange(3)[None]):
+        found = finite(run(logp, rl.RolloutBatch(rewards, None, None, mask, logp - d, logp + 1e4)))
+        assert np.abs(found["reinforce"][1]).max() > 1e28
+        if np.all(d > 0):
+            assert np.abs(found["rloo"][1]).max() > 1e28
+
+
 def test_filter_takes_groups_out_of_the_divisor(made):
     logp, batch = made
     keep = np.repeat(rl.group_filter(batch.rewards, batch.valid), G)

@@ -210,6 +210,22 @@ def test_huge_log_ratios_without_a_clamp(made, size):
         assert np.isfinite(grad).all(), f.__name__
 
 
+def test_masked_advantages_play_no_part():
+    """NaN in an advantage of tokens that do not count, or of a row without any."""
+    zeros, mask = jnp.zeros((2, 2)), jnp.asarray([[1, 1], [1, 0]])
+    per_token, per_row = jnp.asarray([[1, 1], [-1, jnp.nan]]), jnp.asarray([1, jnp.nan])
+
+    @compiled
+    @jax.jacrev
+    def grads(x):
+        tokens = [f(x, zeros, per_token, mask).value.sum() for f in RATIOS]
+        return tokens + [f(x, zeros, per_row, mask * jnp.asarray([[1], [0]])).value.sum() for f in RATIOS]
+
+    for f, grad in zip(RATIOS * 2, grads(zeros), strict=True):
+        assert np.isfinite(grad).all(), f.__name__
+        assert grad.any(), f.__name__
+
+
 def test_infinite_bounds_are_importance_sampling(made):
     logp, old, adv, mask = made
     s = compiled(partial(rl.ppo_clip, eps_low=np.inf, eps_high=np.inf))(*made)
