@@ -153,7 +153,7 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
     return core.Result(
         rows={**rl_tables.table(cfg, measured, "grpo"), "theory: time over the least possible": times}
         | simulated.tables,
-        claims=[*claims, *simulated.claims],
+        claims=rl_tables.decided(cfg, claims, simulated.claims),
         figures={
             "theory": lambda f: _draw_theory(f, start, over),
             "learning_curves": lambda f: rl_tables.draw_curves(f, measured),

@@ -189,7 +189,7 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
         tables["16 rollouts a prompt at temperature 0.75"] = rl_smollm2.sharing(cfg, bench)
     return core.Result(
         rows=tables | simulated.tables,
-        claims=[*claims, *simulated.claims],
+        claims=rl_tables.decided(cfg, claims, simulated.claims),
         figures={"learning_curves": lambda f: rl_tables.draw_curves(f, measured)},
         notes=[
             *rl_tables.notes(cfg, measured, PAPER),

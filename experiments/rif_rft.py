@@ -185,13 +185,14 @@ def _result(cfg: Config, points: dict, simulated: Any, title: str, notes: list[s
     start = float(points["SFT"]["before"].mean())
     return core.Result(
         rows={title: _rows(cfg, points), **simulated.tables},
-        claims=[*_claims(points), *simulated.claims],
+        claims=rl_tables.decided(cfg, _claims(points), simulated.claims),
         figures={
             "gain_forgetting": lambda f: _draw(f, points, "forgetting", "forgetting (negative: lost)"),
             "gain_kl": lambda f: _draw(f, points, "KL", "KL(new || old) of an answer, nats"),
         },
         notes=[
             *notes,
+            *rl_tables.few_seeds(cfg),
             f"Pass rate before: {start:.3f}. {cfg.seeds} seeds, every rate of the grid is a row; brackets: 95% "
             "bootstrap over seeds.",
             "Forgetting is negative where accuracy was lost; matched gain: the largest that both arms reach, along the "
@@ -239,8 +240,8 @@ def _claims(points: dict[str, dict[str, np.ndarray]]) -> list[core.Claim]:
         if a in points and b in points
     ]  # fmt: skip
     claims += [compared(metric, "SFT", "GRPO") for metric in ("KL", "general loss")]
-    sampled = {arm: points[arm]["sampled"].mean() for arm in ("RIF-RFT", "GRPO")}
-    saved = sampled["RIF-RFT"] / sampled["GRPO"]
+    sampled = [points[arm]["sampled"].mean(1) for arm in ("RIF-RFT", "GRPO")]
+    saved = core.bootstrap_interval(lambda a, b: a.mean(1) / b.mean(1), *sampled, batched=True)
     return [*claims, core.Claim("rollouts of RIF-RFT over GRPO's, the filter's included", saved, "<=", 0.7)]
 
 

@@ -155,7 +155,7 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
             "clipped tokens by old probability": clip_rows(measured),
             **simulated.tables,
         },
-        claims=[*claims, *simulated.claims],
+        claims=rl_tables.decided(cfg, claims, simulated.claims),
         figures={
             "learning_curves": lambda f: rl_tables.draw_curves(f, measured),
             "entropy": lambda f: rl_tables.draw_curves(f, measured, "entropy", "entropy a token, nats"),

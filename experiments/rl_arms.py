@@ -313,7 +313,10 @@ def trainer(cfg: Training, bench: Bench, arms: Sequence[Arm], probe: bool = Fals
 
 
 class Measured(NamedTuple):
-    """By arm: rate, whether it is the grid's first or last, pass rate by rate, curves by metric [seeds, E]."""
+    """By arm: rate, whether it is the grid's first or last, pass rate by rate, curves by metric [seeds, E].
+
+    With a single rate there is no grid: ``edge`` and ``selection`` are empty.
+    """
 
     rates: dict[str, float]
     edge: dict[str, bool]
@@ -421,9 +424,11 @@ def compare(
         if j < len(searches):
             found.append(call(i, searches[j], f"arm{i}-select{j}")["pass"][:, -1])
             continue
-        best, out.selection[name] = choose(cfg, np.concatenate(found)) if searches else (0, np.array([np.nan]))
-        found = []
-        out.rates[name], out.edge[name] = cfg.rates[best], best in (0, len(cfg.rates) - 1)
+        best = 0
+        if searches:
+            best, out.selection[name] = choose(cfg, np.concatenate(found))
+            out.edge[name] = best in (0, len(cfg.rates) - 1)
+        found, out.rates[name] = [], cfg.rates[best]
         out.curves[name] = call(i, [(s, cfg.rates[best]) for s in range(cfg.seeds)], f"arm{i}-report")
         for step, *values in zip(out.steps, *(v.mean(0) for v in out.curves[name].values()), strict=True):
             folder.log(step, prefix + name, **dict(zip(out.curves[name], values, strict=True)))

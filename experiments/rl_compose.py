@@ -163,7 +163,7 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
             "every legal combination": trials,
             "illegal combinations": [{"combination": n, "reason": reason} for n, reason in illegal.items()],
         },
-        claims=claims,
+        claims=rl_tables.decided(cfg, claims, []),
         figures={"learning_curves": lambda f: rl_tables.draw_curves(f, measured)},
         notes=[
             *rl_tables.notes(cfg, measured, "none; the combinations are this library's."),

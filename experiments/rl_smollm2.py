@@ -236,11 +236,12 @@ def compare(
 
     out = rl_arms.Measured({}, {}, {}, {}, np.arange(cfg.evaluations + 1) * (cfg.steps // cfg.evaluations))
     for i, arm in enumerate(arms):
-        best, out.selection[arm.name] = 0, np.array([np.nan])
+        best = 0
         if searched:
             scores = [trained(i, seed, rate)["pass"][-1] for rate, seed in searched]
             best, out.selection[arm.name] = rl_arms.choose(cfg, np.array(scores))
-        out.rates[arm.name], out.edge[arm.name] = cfg.rates[best], best in (0, len(cfg.rates) - 1)
+            out.edge[arm.name] = best in (0, len(cfg.rates) - 1)
+        out.rates[arm.name] = cfg.rates[best]
         seeds = [trained(i, seed, cfg.rates[best]) for seed in range(cfg.seeds)]
         out.curves[arm.name] = {n: np.stack([s[n] for s in seeds]) for n in seeds[0]}
         for step, passed in zip(out.steps, out.curves[arm.name]["pass"].mean(0), strict=True):

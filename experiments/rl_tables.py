@@ -1,5 +1,6 @@
 """Tables, claims and plots that the reinforcement-learning experiments share."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +92,8 @@ def rows(measured: "Measured", baseline: str, more: Sequence[str] = ()) -> core.
     """One row an arm: its rate, pass rates, and paired differences to the baseline."""
     found = []
     for arm, curves in measured.curves.items():
-        row: dict[str, Any] = {"arm": arm, "rate": measured.rates[arm], "at the grid's end": measured.edge[arm]}
+        row: dict[str, Any] = {"arm": arm, "rate": measured.rates[arm]}
+        row |= {"at the grid's end": measured.edge[arm]} if measured.edge else {}
         row |= {"pass rate": mean(measured.last(arm)), "mean over training": mean(measured.area(arm))}
         row["pass@k"] = mean(measured.last(arm, "pass@k"))
         row["entropy"] = mean(measured.last(arm, "entropy"))
@@ -166,11 +168,40 @@ def sooner_to(measured: "Measured", firsts: Sequence[str], second: str, level: f
     return core.Claim(text, core.Estimate(found.value[1], found.lo[0], found.hi[1]), "<=", share)
 
 
+LEAST_SEEDS = 4
+"""Seeds below which no claim over seeds is decided: the bootstrap interval of 2 is their range, of 1 a point."""
+
+
+def decided(cfg: Training, claims: Sequence[core.Claim], simulated: Sequence[core.Claim]) -> list[core.Claim]:
+    """All claims; those with an interval over too few seeds keep what was measured, but neither interval nor verdict.
+
+    Claims without an interval are not over seeds.
+    """
+    nothing = (np.nan, np.nan)
+    return [
+        dataclasses.replace(claim, interval=nothing) if claim.interval and seeds < LEAST_SEEDS else claim
+        for seeds, part in ((cfg.seeds, claims), (cfg.simulation_seeds, simulated))
+        for claim in part
+    ]
+
+
+def few_seeds(cfg: Training) -> list[str]:
+    """A note where ``decided`` leaves claims open."""
+    few = [f"{cfg.seeds} seeds"] if cfg.seeds < LEAST_SEEDS else []
+    few += [f"{cfg.simulation_seeds} simulation seeds"] if 0 < cfg.simulation_seeds < LEAST_SEEDS else []
+    if not few:
+        return []
+    return [
+        f"Claims over {' and '.join(few)} are undecided: of fewer than {LEAST_SEEDS} an interval is only the range."
+    ]
+
+
 def notes(cfg: Training, measured: "Measured", paper: str) -> list[str]:
     """What a reader of the tables needs."""
     start = np.mean([curves["pass"][:, 0].mean() for curves in measured.curves.values()])
     source = "reasoning-gym's" if core.data_root(cfg.data) else "made"
     edges = [arm for arm, edge in measured.edge.items() if edge]
+    chosen = f"rates chosen on {cfg.selection_seeds} others" if measured.selection else f"one rate, {cfg.rates[0]:g}"
     at_end = f" The best rate lies at an end of the grid for {', '.join(edges)}." if edges else ""
     model = f"Tiny character model (width {cfg.width}, {cfg.layers} layers), warm-started,"
     if cfg.model == "smollm2":
@@ -178,8 +209,8 @@ def notes(cfg: Training, measured: "Measured", paper: str) -> list[str]:
     return [
         f"{model} on {source} problems of {cfg.task}; pass rate {start:.3f} at first. Each "
         f"arm: {cfg.steps} steps of {cfg.rollouts} rollouts, {cfg.epochs} update(s) each, the same prompts and keys.",
-        f"{cfg.seeds} seeds; rates chosen on {cfg.selection_seeds} others.{at_end} Brackets: 95% bootstrap over seeds, "
-        "differences paired by seed.",
+        f"{cfg.seeds} seeds; {chosen}.{at_end} Brackets: 95% bootstrap over seeds, differences paired by seed.",
+        *few_seeds(cfg),
         f"The paper's scale: {paper}",
     ]
 
@@ -197,8 +228,8 @@ def draw_curves(figure: Any, measured: "Measured", metric: str = "pass", label: 
 
 
 def table(cfg: Training, measured: "Measured", baseline: str, more: Sequence[str] = ()) -> Mapping[str, core.Rows]:
-    """The two tables of every comparison."""
-    return {
-        "tiny model" if cfg.model == "tiny" else "SmolLM2-135M": rows(measured, baseline, more),
-        "pass rate by learning rate, selection seeds": selection_rows(cfg, measured),
-    }
+    """The two tables of every comparison; with a single rate the first alone."""
+    shown = {"tiny model" if cfg.model == "tiny" else "SmolLM2-135M": rows(measured, baseline, more)}
+    if measured.selection:
+        shown["pass rate by learning rate, selection seeds"] = selection_rows(cfg, measured)
+    return shown

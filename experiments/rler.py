@@ -227,7 +227,7 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
     return core.Result(
         rows={**rl_tables.table(cfg, measured, SELF), "bias of the reward on held-out problems": _bias_rows(measured)}
         | simulated.tables,
-        claims=[*_claims(measured), *simulated.claims],
+        claims=rl_tables.decided(cfg, _claims(measured), simulated.claims),
         figures={
             "learning_curves": lambda f: rl_tables.draw_curves(f, measured),
             "noise": lambda f: rl_tables.draw_curves(f, measured, "noise", "noise of the reward"),

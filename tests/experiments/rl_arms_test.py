@@ -147,6 +147,7 @@ def test_arms_share_warm_start_prompts_and_keys(bench):
     again = rl_arms.compare(MINI, folder, bench, arms)
     np.testing.assert_array_equal(again.last("a"), found.last("a") + 1)
     assert folder.chunks() == stored
+    assert (found.edge, found.selection) == ({}, {})
     rows = {r["arm"]: r for r in rl_tables.rows(found, "a", ("clip_low",))}
     assert tuple(rows["b"]["over a"]) == (0, 0, 0)
     assert rl_tables.ahead(found, "b", "a").holds == "no"
@@ -272,6 +273,51 @@ def test_the_best_of_some_arms_is_the_first_to_reach_a_level():
     neither = rl_tables.sooner_to(measured, ("never",), "never", 0.2, 0.8)
     assert (neither.interval, neither.holds) == ((0, np.inf), "undecided")
     assert np.isnan(rl_tables.sooner_to(measured, ("fast",), "slow", 0.0, 0.8).measured)
+
+
+def measured_by(curves, selection=None):
+    found = {a: dict.fromkeys(("pass", "pass@k", "entropy"), np.array(v)) for a, v in curves.items()}
+    edge = dict.fromkeys(selection or (), True)
+    return rl_arms.Measured(dict.fromkeys(curves, 1e-3), edge, selection or {}, found, np.array([0, 1]))
+
+
+def test_a_single_rate_is_not_chosen():
+    """As ``compare`` leaves it with one rate, and with two."""
+    one = measured_by({"a": [[0.1, 0.2]] * 2, "b": [[0.1, 0.3]] * 2})
+    tables = rl_tables.table(MINI, one, "a")
+    assert list(tables) == ["tiny model"]
+    assert "at the grid's end" not in tables["tiny model"][0]
+    text = " ".join(rl_tables.notes(MINI, one, "x"))
+    assert "2 seeds; one rate, 0.001." in text
+    assert "chosen" not in text
+    assert "grid" not in text
+    cfg = dataclasses.replace(MINI, rates=(1e-3, 1e-2))
+    two = measured_by({"a": [[0.1, 0.2]] * 2}, {"a": np.array([0.2, 0.1])})
+    assert len(rl_tables.table(cfg, two, "a")) == 2
+    assert (
+        "rates chosen on 1 others. The best rate lies at an end of the grid for a." in rl_tables.notes(cfg, two, "x")[1]
+    )
+
+
+def test_few_seeds_decide_nothing():
+    measured = measured_by({"a": [[0.1, 0.2]] * 8, "b": [[0.1, 0.3]] * 8})
+    ahead, exact = rl_tables.ahead(measured, "b", "a"), core.Claim("exact", 1.0, ">=", 1)
+    assert ahead.holds == "yes"
+    for seeds, simulated, verdicts in (
+        (1, 8, "undecided yes yes"),
+        (3, 8, "undecided yes yes"),
+        (4, 3, "yes yes undecided"),
+    ):
+        cfg = dataclasses.replace(MINI, seeds=seeds, simulation_seeds=simulated)
+        found = rl_tables.decided(cfg, [ahead, exact], [ahead])
+        assert " ".join(c.holds for c in found) == verdicts
+        assert [c.measured for c in found] == [ahead.measured, 1.0, ahead.measured]
+        said = rl_tables.few_seeds(cfg)
+        assert f"{min(seeds, simulated)} {'simulation ' if simulated < 4 else ''}seeds are undecided" in said[0]
+        assert said[0] in rl_tables.notes(cfg, measured, "x")
+    many = dataclasses.replace(MINI, seeds=4, simulation_seeds=0)
+    assert rl_tables.decided(many, [ahead], []) == [ahead]
+    assert rl_tables.few_seeds(many) == []
 
 
 def test_a_metric_is_compared_at_matched_pass_rate():

@@ -59,6 +59,7 @@ def test_seeds_are_stored_and_found_again(bench, monkeypatch):
     arms = [a for a in lambda_grpo.arms() if a.name in (lambda_grpo.GRPO, lambda_grpo.LAMBDA)]
     folder = core.RunDir()
     measured = rl_smollm2.compare(cfg, folder, bench, arms)
+    assert (measured.edge, measured.selection) == ({}, {})
     weight = measured.curves[lambda_grpo.LAMBDA]["token_weight"]
     assert weight.shape == (1, 2)
     assert np.isnan(weight[0, 0])
