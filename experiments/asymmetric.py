@@ -136,10 +136,11 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
         return policy_shapes(losses, prompts=cfg.prompts, group=cfg.group_size, prompt=256, new=1024)
     from experiments import rl_arms, rl_tabular
 
+    bench = rl_arms.prepare(cfg)
     simulated = rl_tabular.simulate(cfg, folder, arms(rl_tabular.WARMUP))
     start, over, times = theory()
     chosen, left_out = cfg.trained(chosen, ON_SMOLLM2)
-    measured = rl_arms.compare(cfg, folder, rl_arms.prepare(cfg), chosen)
+    measured = rl_arms.compare(cfg, folder, bench, chosen)
     # GRPO's weight is the optimum of the regular clock, sqrt_r of the effective one: the quadrature must show it.
     claims = [
         core.Claim(

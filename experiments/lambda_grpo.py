@@ -166,8 +166,8 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
         return policy_shapes(chosen, prompts=cfg.prompts, group=cfg.group_size, prompt=512, new=1200)
     from experiments import rl_arms, rl_tree
 
-    simulated = rl_tree.simulate(cfg, folder, arms())
     bench = rl_arms.prepare(cfg)
+    simulated = rl_tree.simulate(cfg, folder, arms())
     measured = rl_arms.compare(cfg, folder, bench, arms())
     others = _temperatures(cfg, folder, bench)
     shared = float(np.nanmean(measured.curves[LAMBDA]["token_weight"]))

@@ -142,9 +142,10 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
         return policy_shapes(chosen, prompts=512, group=8, prompt=1024, new=16_384)
     from experiments import rl_arms, rl_bandit
 
+    bench = rl_arms.prepare(cfg)
     simulated = rl_bandit.simulate(cfg, folder, arms())
     chosen, left_out = cfg.trained([by_probability(a) for a in arms()], ON_SMOLLM2)
-    measured = rl_arms.compare(cfg, folder, rl_arms.prepare(cfg), chosen)
+    measured = rl_arms.compare(cfg, folder, bench, chosen)
     claims = [rl_tables.ahead(measured, RIPO, other) for other in (PPO, LOOSE, FREE)]
     claims += [rl_tables.ahead(measured, RIPO, other, "entropy") for other in (PPO, LOOSE)]
     claims += [rl_tables.matched(measured, RIPO, other, "entropy") for other in (PPO, LOOSE, FREE)]

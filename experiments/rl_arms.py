@@ -115,7 +115,7 @@ def prepare(cfg: Training, task: str | None = None) -> Bench:
     kinds = {"terms": cfg.terms, "digits": cfg.digits, "steps": cfg.running_sums}
     task = task or cfg.task
     pool, held = rl_tasks.pools(
-        task, cfg.train_problems, cfg.test_problems, seed=cfg.seed, data=cfg.data, **kinds
+        task, cfg.train_problems, cfg.test_problems, seed=cfg.seed, data=cfg.data, least=cfg.prompts, **kinds
     )  # fmt: skip
     taken = {p.prompt for p in held}
     warm = rl_tasks.make(task, 8 * cfg.train_problems, np.random.default_rng([cfg.seed, 2]), **kinds)

@@ -90,6 +90,12 @@ class Training(core.Config):
             part, total = getattr(self, name), getattr(self, whole)
             if total % part:
                 raise ConfigError(f"{name}: found {part}, expected a divisor of {whole} {total}")
+        widest = rl_tasks.widest(self.terms, self.digits, self.running_sums)
+        most = rl_tasks.PROMPT, rl_tasks.ANSWER - 1
+        if self.model == "tiny" and (widest[0] > most[0] or widest[1] > most[1]):
+            found = f"terms {self.terms} with digits {self.digits}, up to {widest[0]} characters of a sum"
+            found += f" and {widest[1]} of its answer{', running sums included' * self.running_sums}"
+            raise ConfigError(f"terms: found {found}, expected at most {most[0]} and {most[1]}")
         if self.rollouts // self.group_size > self.train_problems:
             asked = self.rollouts // self.group_size
             raise ConfigError(

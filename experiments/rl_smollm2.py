@@ -82,11 +82,11 @@ class Bench(NamedTuple):
 
 def prepare(cfg: Training, model: hf.Checkpoint | None = None) -> Bench:
     """The model and its problems in chat form."""
-    model = model or hf.default()
     pool, held = rl_tasks.pools(
         cfg.task, cfg.train_problems, cfg.test_problems, seed=cfg.seed, data=cfg.data, terms=cfg.terms,
-        digits=cfg.digits,
+        digits=cfg.digits, least=cfg.prompts,
     )  # fmt: skip
+    model = model or hf.default()
 
     def prompt(question: str) -> list[int]:
         text = hf.render(model.chat_template, [{"role": "user", "content": question}])

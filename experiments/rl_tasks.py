@@ -140,6 +140,12 @@ def make(
     return [makers[names[i % len(names)]]() for i in range(count)]
 
 
+def widest(terms: int, digits: int, steps: bool) -> tuple[int, int]:
+    """Most characters of a sum's prompt and of its answer: all numbers but the first subtracted, each of nines."""
+    sums = [str(1 - i * (10**digits - 1)) for i in range(1, terms)]
+    return terms * (digits + 1), len(",".join(sums) if steps else sums[-1])
+
+
 def fits(problem: Problem) -> bool:
     """Whether it is short enough and made of known characters."""
     known = not set(problem.prompt + problem.answer) - set(CHARACTERS)
@@ -192,10 +198,12 @@ def pools(
     terms: int = 2,
     digits: int = 2,
     steps: bool = False,
+    least: int = 1,
 ) -> tuple[list[Problem], list[Problem]]:
-    """Distinct problems to train on and held-out ones that none of them equals; fewer where there are no more.
+    """Distinct problems to train on and held-out ones that none of them equals; of a file fewer where it has no more.
 
-    Raises: ConfigError for an unknown task, or where nothing is left to train on.
+    Raises: ConfigError for an unknown task, where fewer can be made than asked for, or where a file leaves fewer than
+    ``least`` to train on or none to hold out.
     """
     rng = np.random.default_rng([seed, 1])
     path = core.data_file("00-rl-core", "reasoning_tasks.json", data)
@@ -208,9 +216,10 @@ def pools(
     held = list({p.prompt: p for p in sources[0]}.values())[:test]
     taken = {p.prompt for p in held}
     kept = list({p.prompt: p for p in sources[1] if p.prompt not in taken}.values())[:train]
-    if not kept or not held:
-        found = f"{len(kept)} problems of {task} to train on, {len(held)} held out"
-        raise ConfigError(f"task: found {found}, expected some")
+    wanted = (least, 1) if path else (train, test)
+    if len(kept) < wanted[0] or len(held) < wanted[1]:
+        found = f"{len(kept)} different problems of {task} beside {len(held)} held out"
+        raise ConfigError(f"train_problems: found {found}, expected at least {wanted[0]} and {wanted[1]}")
     return kept, held
 
 

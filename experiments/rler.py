@@ -219,9 +219,9 @@ def run(cfg: Config, folder: core.RunDir | None = None) -> core.Result:
         return policy_shapes(losses, prompts=cfg.prompts, group=cfg.group_size, prompt=512, new=3072)
     from experiments import rl_arms, rl_votes
 
+    bench = rl_arms.prepare(cfg)
     simulated = rl_votes.simulate(cfg, folder, chosen)
     chosen, left_out = cfg.trained(chosen, ON_SMOLLM2)
-    bench = rl_arms.prepare(cfg)
     measured = rl_arms.compare(cfg, folder, bench, chosen, models_each=cfg.models, probe=True)
     rl_arms.join(measured, _single(cfg, folder, bench))
     return core.Result(

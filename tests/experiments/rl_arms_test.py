@@ -51,6 +51,14 @@ def test_no_models_is_an_error():
         rler.Config(models=0)
 
 
+def test_too_few_problems_are_found_before_any_step(command, tmp_path):
+    options = {"--preset": "smoke", "--rollouts": 1600, "--train-problems": 200, "--group-size": 8, "--out": tmp_path}
+    code, _, err = command("run", "ripo", *(word for pair in options.items() for word in pair))
+    assert code == 2
+    assert "train_problems: found 146 different problems" in err
+    assert "Traceback" not in err
+
+
 def test_a_bad_option_is_one_line_and_exit_2(command):
     code, _, err = command("run", "ripo", "--rates", "nan")
     assert code == 2

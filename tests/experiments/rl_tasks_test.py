@@ -1,5 +1,6 @@
 """The verifiable tasks: generators, pools, and the two verifiers, which agree and never raise."""
 
+import itertools
 import json
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from experiments import rl_tasks as tasks
+from experiments.rl_config import Training
 from jaxmeth.errors import ConfigError
 
 
@@ -111,6 +113,40 @@ def test_pools_do_not_overlap():
     assert len(test) == 50
     assert not {p.prompt for p in train} & {p.prompt for p in test}
     assert [p.prompt for p in tasks.pools("chain_sum", 200, 50, seed=0)[0]] == [p.prompt for p in train]
+
+
+def test_too_few_problems_are_refused_by_name(tmp_path):
+    """A sum of two numbers of one digit is one of 162."""
+    wanted = (
+        r"train_problems: found 14\d different problems of chain_sum beside 16 held out, expected at least 200 and 16"
+    )
+    with pytest.raises(ConfigError, match=wanted):
+        tasks.pools("chain_sum", 200, 16, seed=0, terms=2, digits=1)
+    with pytest.raises(ConfigError, match="found 0 different problems"):
+        tasks.pools("chain_sum", 20, 200, seed=0, terms=2, digits=1)
+    stored(tmp_path / "00-rl-core")
+    with pytest.raises(
+        ConfigError, match="found 7 different problems of chain_sum beside 3 held out, expected at least 8"
+    ):
+        tasks.pools("chain_sum", 100, 50, seed=0, data=tmp_path, least=8)
+
+
+def test_sums_that_may_be_too_long_are_refused_by_name():
+    assert tasks.widest(3, 1, True) == (len("1-9-9="), len("-8,-17"))
+    assert tasks.widest(3, 1, False) == (len("1-9-9="), len("-17"))
+    too_long = {(5, 1), (6, 1), (4, 2), (5, 2), (6, 2), (4, 3), (5, 3), (6, 3)}
+    for terms, digits, steps in itertools.product(range(2, 7), range(1, 4), (True, False)):
+        made = tasks.make("chain_sum", 100, np.random.default_rng(0), terms=terms, digits=digits, steps=steps)
+        most = tasks.widest(terms, digits, steps)
+        assert max(len(p.prompt) for p in made) <= most[0]
+        assert max(len(p.answer) for p in made) <= most[1]
+        options = {"terms": terms, "digits": digits, "running_sums": steps}
+        if not steps or (terms, digits) not in too_long:
+            assert all(map(tasks.fits, made))
+            Training(**options)
+            continue
+        with pytest.raises(ConfigError, match=f"terms: found terms {terms} with digits {digits}, up to"):
+            Training(**options)
 
 
 def stored(path):
