@@ -51,7 +51,8 @@ class Kind(NamedTuple):
     """How an arm learns: from reference answers, its own right ones, or its own by their advantages.
 
     ``kl``: a KL term to the start of the task; ``replay``: some problems of earlier tasks; ``joint``: all tasks at
-    once; ``filtered``: only instances that were solved at the start of the task.
+    once; ``filtered``: only instances that were solved at the start of the task. Deviation: all arms take the mean
+    over tokens, the RFT ones too, where the preset ``grpo`` takes the mean over answers of each one's mean.
     """
 
     answers: str
@@ -192,6 +193,7 @@ def _result(cfg: Config, points: dict, simulated: Any, title: str, notes: list[s
         },
         notes=[
             *notes,
+            *skipped(points),
             *rl_tables.few_seeds(cfg),
             f"Pass rate before: {start:.3f}. {cfg.seeds} seeds, every rate of the grid is a row; brackets: 95% "
             "bootstrap over seeds.",
@@ -213,7 +215,14 @@ def measures(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     metrics = [rl.continual_metrics(jnp.asarray(s[1:, :-1]), jnp.asarray(s[0, :-1])) for s in scores]
     columns = {name: np.array([float(getattr(m, name)) for m in metrics]) for name in metrics[0]._fields}
     columns |= {"general": scores[:, -1, -1] - scores[:, 0, -1], "before": scores[:, 0, :-1].mean(1)}
-    return columns | {name: stored[name] for name in ("general loss", "KL", "kept", "sampled")}
+    return columns | {name: stored[name] for name in ("general loss", "KL", "kept", "skipped", "sampled")}
+
+
+def skipped(points: dict[str, dict[str, np.ndarray]]) -> list[str]:
+    """A note where the filter kept nothing of a task, which is then not trained."""
+    of = points["RIF-RFT"]["skipped"]
+    where = f"{int(of.sum())} (seed, task) of the {of.size} trainings of {of.shape[0]} seeds at {of.shape[1]} rate(s)"
+    return [f"RIF-RFT: the filter kept nothing, and the task was skipped, in {where}."] if of.any() else []
 
 
 def _rows(cfg: Config, points: dict[str, dict[str, np.ndarray]]) -> core.Rows:

@@ -34,7 +34,10 @@ def divergence(now: Any, before: Any) -> Any:
 
 
 def objective(cfg: Config, model: Any, beta: Any) -> Any:
-    """Mean over tokens of minus weight x log-probability, and beta times the mean KL to the reference."""
+    """Mean over tokens of minus weight x log-probability, and beta times the mean KL to the reference.
+
+    Deviation: the RFT arms too, where the preset ``grpo`` takes the mean over answers of each one's mean over tokens.
+    """
     # On-policy with one update, GRPO's gradient is that of advantages times log-probabilities; SFT's that of ones.
     policy = rl.PolicyLoss(advantage=rl.adv_reinforce, ratio=rl.reinforce)
 
@@ -144,6 +147,7 @@ def learner(cfg: Config, bench: Any) -> Any:
                 "KL": drift(params, start, jax.tree.map(lambda a: a[number], held), drifting),
                 "sampled": jnp.where(answers[arm] > 0, limit * cfg.rollouts, 0) + filtering,
                 "kept": keep.mean(),
+                "skipped": ~keep.any(),
             }
 
         before = accuracy(params, held, jax.random.fold_in(tests, 0))
@@ -154,6 +158,7 @@ def learner(cfg: Config, bench: Any) -> Any:
             "KL": found["KL"].mean(),
             "sampled": found["sampled"].sum(),
             "kept": found["kept"].mean(),
+            "skipped": found["skipped"].sum(),
         }
 
     return jax.jit(jax.vmap(one, in_axes=(None, 0, 0, 0, None, None)))

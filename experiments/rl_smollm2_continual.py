@@ -87,7 +87,7 @@ def learner(cfg: Config, benches: Sequence[rl_smollm2.Bench]) -> Callable[[str, 
         state = jax.tree.map(lambda a: a[0], states)._replace(frozen=base)
         fresh = state.opt_state
         scores, before = [accuracy(state, jax.random.fold_in(tests, 0))], general_loss(state)
-        moved, sampled, kept = [], 0, []
+        moved, sampled, kept, skipped = [], 0, [], 0
         for number, bench in enumerate(benches[:-1]):
             rng = np.random.default_rng([cfg.seed, 7, seed, number])
             sift, draws = jax.random.split(jax.random.fold_in(learning, number))
@@ -121,9 +121,10 @@ def learner(cfg: Config, benches: Sequence[rl_smollm2.Bench]) -> Callable[[str, 
             scores.append(accuracy(state, testing))
             moved.append(drift(state, start, bench, drifting))
             kept.append(keep.mean())
+            skipped += not keep.any()
         return {
             "scores": np.array(scores), "general loss": general_loss(state) - before, "KL": np.mean(moved),
-            "sampled": sampled, "kept": np.mean(kept),
+            "sampled": sampled, "kept": np.mean(kept), "skipped": skipped,
         }  # fmt: skip
 
     return learn

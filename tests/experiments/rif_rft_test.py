@@ -25,6 +25,14 @@ def test_the_paper_preset_checks_shapes():
     assert "gradient of every parameter" in rows[-1]["shape"]
 
 
+def test_a_task_of_which_nothing_is_kept_is_said_to_be_skipped():
+    noted = rif_rft.skipped({"RIF-RFT": {"skipped": np.array([[0, 2], [1, 0], [0, 0]])}})
+    assert "the task was skipped, in 3 (seed, task) of the 6 trainings of 3 seeds at 2 rate(s)" in noted[0]
+    assert rif_rft.skipped({"RIF-RFT": {"skipped": np.zeros((3, 2))}}) == []
+    stored = {"scores": np.full((2, 4, 4), 0.5)} | dict.fromkeys(("general loss", "KL", "kept", "sampled"), np.ones(2))
+    np.testing.assert_array_equal(rif_rft.measures(stored | {"skipped": np.array([0, 3])})["skipped"], [0, 3])
+
+
 @pytest.mark.slow
 def test_rollouts_are_counted():
     mini = {**TINY, "warm_steps": 2, "steps": 2, "seeds": 1, "rates": (1e-3,), "simulation_seeds": 0}
@@ -40,6 +48,9 @@ def test_rollouts_are_counted():
     least = 3 * 64 * 2
     assert least <= filtered["rollouts"] <= least + rows["GRPO"]["rollouts"]
     assert filtered["kept"] < 0.5
+    skips = int(folder.load(f"arm{rif_rft.ARMS.index('RIF-RFT')}-rate0.001")["skipped"][0])
+    assert skips >= 1
+    assert any(f"the task was skipped, in {skips} (seed, task)" in note for note in result.notes)
     # With KL, with replay and joint: all differ from plain SFT, from the first task on or from the second.
     scores = [folder.load(f"arm{i}-rate0.001") for i in range(len(rif_rft.ARMS))]
     losses = [float(s["general loss"][0]) for s in scores[:4]]

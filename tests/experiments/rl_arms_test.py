@@ -137,6 +137,17 @@ def test_every_combination_is_legal_or_has_a_reason():
     assert set(rl_compose.COMPARED) <= set(legal)
 
 
+def test_a_combination_without_a_gradient_does_not_train():
+    row = {"loss": 0.1, "grad_norm": 0.5, "reward": 0.2}
+    trials = [rl_compose._trial(f"{n} none none ppo verifier", row) for n in ("grpo", "rloo")]
+    trials.append(rl_compose._trial("grpo none none ppo RLER", row | {"grad_norm": 0.0}))
+    cfg = rl_compose.PRESETS["smoke"]
+    assert [(c.measured, c.holds) for c in rl_compose.trial_claims(cfg, trials)] == [(3, "yes"), (2, "yes")]
+    trials[0]["grad_norm"] = 0.0
+    assert [(c.measured, c.holds) for c in rl_compose.trial_claims(cfg, trials)] == [(3, "yes"), (1, "no")]
+    assert len(rl_compose.trial_claims(rl_compose.PRESETS["smollm2"], trials)) == 1
+
+
 @pytest.mark.slow
 def test_arms_share_warm_start_prompts_and_keys(bench):
     """Two arms with one loss give the same curves; a stored run is not computed again; another loss differs."""
