@@ -69,6 +69,7 @@ def blocked(
     causal: bool = True,
     scale: float | None = None,
     softcap: float | None = None,
+    backend: str = "auto",
 ) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T"]]:
     """Dense attention a tile at a time, and its log-sum-exp: memory is linear in T and S, later keys cost nothing.
 
@@ -77,11 +78,11 @@ def blocked(
     batch, heads, length, _ = q.shape
     kv_heads, slots = k.shape[1:3]
     rows, keys = max(16, _ROWS * kv_heads // heads // 16 * 16), _KEYS
-    if resolve("auto") != "xla":
+    if resolve(backend) in ("tpu", "gpu"):
         rows = keys = _KERNEL_BLOCK
     idx, count = dense_lists(batch, length, slots, rows, keys, start, causal)
     lists = [jnp.broadcast_to(x, (batch, kv_heads, *x.shape[2:])) for x in (idx, count)]
     return block_attention(
         q, k, v, *lists, bq=rows, bk=keys, kv_valid=kv_valid, start=start, window=window, causal=causal, scale=scale,
-        softcap=softcap, return_lse=True,
+        softcap=softcap, return_lse=True, backend=backend,
     )  # fmt: skip

@@ -19,13 +19,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmeth.attention.dense import blocked, dense
-from jaxmeth.attention.dhsa_blocks import BlockList, DHSAConfig, dense_from_blocks, select_blocks
+from jaxmeth.attention.dhsa_blocks import BlockList, DHSAConfig, dense_from_blocks, refuse_gradient, select_blocks
 from jaxmeth.attention.dhsa_chunks import (
     ascending,
     at_ends,
     boundary_labels,
     chunk_of_token,
     chunk_repr,
+    finite,
     fixed_boundaries,
     query_repr,
     select_boundaries,
@@ -35,11 +36,13 @@ from jaxmeth.attention.dhsa_chunks import (
     upsample,
 )
 from jaxmeth.attention.dhsa_predictor import (
+    Encoder,
     PredictorTraining,
     boundary_logits,
     boundary_loss,
     boundary_predictor_init,
     boundary_targets,
+    encoder_of,
     train_boundary_predictor,
 )
 from jaxmeth.kernels import block_attention, decode_attention
@@ -49,6 +52,7 @@ __all__ = [
     "BlockList",
     "DHSAConfig",
     "DHSAState",
+    "Encoder",
     "PredictorTraining",
     "at_ends",
     "attend",
@@ -104,6 +108,10 @@ def find_boundaries(
 ) -> tuple[Int[Array, "B N"], Int[Array, " B"]]:
     """Chunk edges of one layer's keys by ``cfg.boundaries``: "fixed", "similarity" (theta 0) or "predicted".
 
+    Two choices of the paper go by parts: pass ``select_blocks`` those of ``select_boundaries(boundary_labels(...))``
+    for the oracle's, or those of layer 0 for boundaries that all layers share (an ``attend`` sees one layer at a time).
+    A NaN in a key of any head removes the boundaries within its window, for all heads.
+
     Raises: ConfigError for "predicted" without a predictor.
     """
     batch, _, slots, _ = k.shape
@@ -115,22 +123,8 @@ def find_boundaries(
         return select_boundaries(similarity_scores(keys), most, 0.0, cfg.nms)
     if predictor is None:
         raise ConfigError("predictor: found none, expected parameters for boundaries='predicted'")
-    return select_boundaries(at_ends(boundary_logits(predictor, keys)), most, cfg.theta, cfg.nms)
-
-
-@jax.custom_vjp
-def _refuse_gradient(x: Array) -> Array:
-    return x
-
-
-def _refuse(x):
-    raise ConfigError(
-        "rule: found one that chooses by later tokens under a gradient, expected a causal one "
-        "(ashape, or chunk with fixed boundaries, bk dividing bq), or noncausal_training=True"
-    )
-
-
-_refuse_gradient.defvjp(_refuse, lambda residual, x: (x,))
+    score = at_ends(boundary_logits(predictor, keys), encoder_of(predictor).w)
+    return select_boundaries(score, most, cfg.theta, cfg.nms)
 
 
 def prefill(
@@ -151,24 +145,25 @@ def prefill(
     """Sparse attention of a prompt; its last ``cfg.dense_last`` queries attend densely.
 
     Query t attends exactly to the keys up to its own slot that lie in the blocks ``select_blocks`` keeps for its row.
-    Memory is bounded by the blocks, never by T x S. Returns the output and what ``decode`` needs; a ``state`` handed
-    in only gives its shape. Lists carry no gradient.
+    Memory is bounded by the blocks, never by T x S. Returns the output and what ``decode`` needs, made from all of k;
+    a ``state`` handed in is not read. Lists carry no gradient.
 
-    Raises: ConfigError under a gradient where the rule chooses by later tokens (see ``DHSAConfig.causal``), unless
-      ``cfg.noncausal_training``.
+    Raises: ConfigError for shapes that do not fit, and under a gradient with respect to q, k or v where the rule
+      chooses by later tokens (see ``DHSAConfig.causal``), unless ``cfg.noncausal_training``. Training only what comes
+      after the last attention goes unnoticed.
 
     Reference: arXiv 2510.24606, section 3.
     """
     if not cfg.causal and not cfg.noncausal_training:
-        q, k, v = (_refuse_gradient(x) for x in (q, k, v))
+        q, k, v = (refuse_gradient(x) for x in (q, k, v))
     boundaries = None
     if cfg.rule == "chunk" and cfg.boundaries != "fixed":
         boundaries = find_boundaries(jax.lax.stop_gradient(k), cfg, predictor)
     blocks = select_blocks(q, k, cfg, boundaries, kv_mask, start, window)
-    options = {"kv_valid": kv_mask, "window": window, "scale": scale, "softcap": softcap}
+    options = {"kv_valid": kv_mask, "window": window, "scale": scale, "softcap": softcap, "backend": backend}
     length = q.shape[2]
     tail = min(cfg.dense_last, length)
-    out = block_sparse_attention(q, k, v, blocks, bq=cfg.bq, bk=cfg.bk, start=start, backend=backend, **options)
+    out = block_sparse_attention(q, k, v, blocks, bq=cfg.bq, bk=cfg.bk, start=start, **options)
     if tail:
         last, _ = blocked(q[:, :, length - tail :], k, v, start=start + length - tail, **options)
         out = jnp.concatenate([out[:, :, : length - tail], last], axis=2)
@@ -205,18 +200,22 @@ def decode(
     """One token over the cache, which holds its key at ``slot``: sink, tail and the best blocks up to the budget.
 
     The block that ``slot`` lies in is the growing tail chunk; it closes when full. Blocks are scored by the token's
-    query (averaged over the heads of a key/value head) against sqrt(count) times their mean key; only ``bk`` slots of
-    each kept block are read. The cache is never evicted. Reconstruction: the public code decodes densely; here chunks
-    are blocks of ``cfg.bk`` slots, also where the prompt's chunks were of variable length.
+    query (averaged over the heads of a key/value head, whatever ``cfg.group_select``) against sqrt(count) times their
+    mean key, or the mean key with pooling "avgpool"; only ``bk`` slots of each kept block are read. Blocks of which
+    ``kv_mask`` shows nothing are left out, and the sink is the first it shows: with a window in the mask, a budget of
+    at least the window is dense. The cache is never evicted. Reconstruction: the public code decodes densely; here
+    chunks are blocks of ``cfg.bk`` slots, also where the prompt's chunks were of variable length.
 
     Args:
       q: one query a row.
       k: the cache's keys, the token's own included.
       v: its values.
       state: of this layer, before this token.
-      cfg: static; ``decode_budget`` tokens are kept (-1 = all: dense attention).
+      cfg: static; whole blocks are kept while they show at most ``decode_budget`` tokens, sink and tail in any case
+        (-1 = all: dense attention).
       slot: where the token's key lies.
-      kv_mask: True = a real slot; slots after ``slot`` must be False. None = all up to ``slot``.
+      kv_mask: True = a real slot that the token may see; slots after ``slot`` must be False. None = all up to
+        ``slot``.
     """
     batch, kv_heads, slots, dim = k.shape
     own = jax.lax.dynamic_slice_in_dim(k, slot, 1, axis=2).astype(state.total.dtype)
@@ -230,18 +229,23 @@ def decode(
     if cfg.decode_budget < 0:
         return decode_attention(q, k, v, **options), state
     blocks = state.count.shape[-1]
-    width = min(blocks, max(cfg.sink_blocks + 1, cfg.decode_budget // cfg.bk))
-    number = state.count[:, None].astype(total.dtype)
+    # So many consecutive tokens touch at most this many blocks.
+    width = min(blocks, max(cfg.sink_blocks + 1, -(-(cfg.decode_budget - 1) // cfg.bk) + 1))
+    shown = jnp.pad(valid, ((0, 0), (0, blocks * cfg.bk - slots))).reshape(batch, 1, blocks, cfg.bk)
+    shown = jnp.sum(shown, axis=-1, dtype=jnp.int32)
+    number = jnp.maximum(state.count[:, None], 1).astype(total.dtype)
     query = jnp.mean(q.reshape(batch, kv_heads, -1, dim).astype(total.dtype), axis=2)
-    score = jnp.einsum("bhd,bhnd->bhn", query, total) * jax.lax.rsqrt(jnp.maximum(number, 1))
-    score = jnp.where(jnp.isnan(score), jnp.finfo(score.dtype).min, score)
+    weight = 1 / number if cfg.pooling == "avgpool" else jax.lax.rsqrt(number)
+    score = finite(jnp.einsum("bhd,bhnd->bhn", query, total) * weight)
     block = jnp.arange(blocks, dtype=jnp.int32)[None, None]
-    sink = jnp.argmax(number > 0, axis=-1)[..., None]
+    sink = jnp.argmax(shown > 0, axis=-1)[..., None]
     forced = (block == here) | ((block >= sink) & (block < sink + cfg.sink_blocks))
-    value = jnp.where(number > 0, jnp.where(forced, jnp.inf, score), -jnp.inf)
+    forced &= shown > 0
+    value = jnp.where(shown > 0, jnp.where(forced, jnp.inf, score), -jnp.inf)
     _, idx = jax.lax.top_k(value, width)
-    count = jnp.minimum(jnp.sum(number > 0, -1, dtype=jnp.int32), width)
-    count = jnp.broadcast_to(count, (batch, kv_heads))
+    size = jnp.take_along_axis(jnp.broadcast_to(shown, value.shape), idx, axis=-1)
+    fits = (size > 0) & (jnp.cumsum(size, axis=-1) <= cfg.decode_budget)
+    count = jnp.maximum(jnp.sum(fits, -1, dtype=jnp.int32), jnp.sum(forced, -1, dtype=jnp.int32))
     idx = ascending(idx.astype(jnp.int32), count)
     return decode_attention(q, k, v, idx=idx, count=count, bk=cfg.bk, **options), state
 
@@ -269,8 +273,10 @@ def attend(cfg: DHSAConfig, predictor: Params | None = None) -> Attend:
     """DHSA as the attention of any decoder: prompts by ``prefill``, single tokens by ``decode``.
 
     Make it once: a new one recompiles. Without a state single tokens attend densely; with ``init_state`` they keep
-    ``cfg.decode_budget``. Layers with a window stay within it.
+    ``cfg.decode_budget``. Layers with a window stay within it. Blocks are counted from slot 0 of the batch: left
+    padding by other than a multiple of ``bq`` shifts a prompt against them, which changes its lists, and the result as
+    much as sparsity itself does.
     """
-    if cfg.boundaries == "predicted" and predictor is None:
+    if cfg.rule == "chunk" and cfg.boundaries == "predicted" and predictor is None:
         raise ConfigError("predictor: found none, expected parameters for boundaries='predicted'")
     return functools.partial(_attend, cfg=cfg, predictor=predictor)

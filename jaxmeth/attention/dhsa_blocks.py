@@ -4,14 +4,16 @@ Reference: arXiv 2510.24606 and the authors' public code (rules topk, ashape, vs
 """
 
 import dataclasses
+import math
+import numbers
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmeth.attention.dhsa_chunks import ascending, chunk_of_token, chunk_repr
-from jaxmeth.types import ConfigError
+from jaxmeth.attention.dhsa_chunks import ascending, chunk_of_token, chunk_repr, finite
+from jaxmeth.types import ConfigError, is_concrete, whole_number
 
 RULES = ("topk", "ashape", "vs", "vsb", "chunk")
 NONCAUSAL_RULES = ("vs", "vsb")
@@ -24,8 +26,9 @@ class DHSAConfig:
     Args:
       bq: queries in a block.
       bk: keys in a block.
-      density: share of all key blocks that a row keeps, in (0, 1]; T = max(1, floor(density * nk)). Relative to causal
-        dense attention the cost is about twice it.
+      density: share of all key blocks that a row keeps, in (0, 1]; T = max(1, floor(density * nk)), nk blocks up to
+        that of the last query's slot: padding of the prompt counts, the empty rest of a cache does not. Relative to
+        causal dense attention the cost is about twice it.
       rule: "chunk" (default), "topk" (future blocks compete too; for parity), "ashape" (sink and last block forced),
         "vs" and "vsb" (vertical-slash, from the last queries: not causal).
       boundaries: of rule "chunk" inside a model: "fixed" (every bk tokens), "similarity" or "predicted" (not causal).
@@ -38,7 +41,7 @@ class DHSAConfig:
       nms: least distance of boundaries, minus one.
       theta: threshold of boundary scores.
       chunk_beta: boundaries at most, for each bk tokens.
-      decode_budget: key tokens a decoding step reads; -1 = all.
+      decode_budget: key tokens a decoding step attends to, in whole blocks; -1 = all.
       noncausal_training: let gradients through rules that choose by looking at later tokens.
 
     Raises: ConfigError for a field out of range.
@@ -72,14 +75,23 @@ class DHSAConfig:
         for name, expected in choices.items():
             if getattr(self, name) not in expected:
                 raise ConfigError(f"{name}: found {getattr(self, name)!r}, expected one of {', '.join(expected)}")
-        if not 0 < self.density <= 1:
-            raise ConfigError(f"density: found {self.density}, expected a number in (0, 1]")
-        if not 0 <= self.vs_ratio <= 1:
-            raise ConfigError(f"vs_ratio: found {self.vs_ratio}, expected a number in [0, 1]")
+        ranges = {
+            "density": (lambda x: 0 < x <= 1, "in (0, 1]"),
+            "vs_ratio": (lambda x: 0 <= x <= 1, "in [0, 1]"),
+            "theta": (math.isfinite, "that is finite"),
+        }
+        for name, (inside, expected) in ranges.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not inside(value):
+                raise ConfigError(f"{name}: found {value!r}, expected a number {expected}")
         least = {"bq": 1, "bk": 1, "sink_blocks": 0, "dense_last": 0, "nms": 0, "chunk_beta": 1, "decode_budget": -1}
         for name, low in least.items():
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < low or getattr(self, name) == 0 > low:
-                raise ConfigError(f"{name}: found {getattr(self, name)}, expected a whole number of at least {low}")
+            value = getattr(self, name)
+            if isinstance(value, bool):
+                raise ConfigError(f"{name}: found {value}, expected a whole number of at least {low}")
+            object.__setattr__(self, name, whole_number(name, value, low))
+        if self.decode_budget == 0:
+            raise ConfigError("decode_budget: found 0, expected -1 (all) or at least 1")
         if self.boundaries == "fixed" and self.rule == "chunk" and self.bq % self.bk and self.bk % self.bq:
             raise ConfigError(f"bq, bk: found {self.bq}, {self.bk}, expected one to divide the other")
 
@@ -114,6 +126,22 @@ def budget_blocks(density: float, blocks: int) -> int:
     return max(1, int(density * blocks))
 
 
+@jax.custom_vjp
+def refuse_gradient(x: Array) -> Array:
+    """x; under a gradient a ConfigError, for rules that choose by later tokens."""
+    return x
+
+
+def _refuse(x):
+    raise ConfigError(
+        "rule: found one that chooses by later tokens under a gradient, expected a causal one "
+        "(ashape, or chunk with fixed boundaries, bk dividing bq), or noncausal_training=True"
+    )
+
+
+refuse_gradient.defvjp(_refuse, lambda residual, x: (x,))
+
+
 def select_blocks(
     q: Float[Array, "B H T D"],
     k: Float[Array, "B Hkv S D"],
@@ -128,6 +156,8 @@ def select_blocks(
     Block scores are products of block means (float32), ties go to the lower block. Rows that have no more than T
     blocks before them are dense, except under "topk". "chunk": sink and diagonal blocks, then the best earlier blocks
     to T in all, scored by the largest score of the chunks that reach into them. Shapes depend on (T, S, cfg) alone.
+    Tokens with a NaN or an infinity take no part in the means of their head (rule "vs": nor in the attention of the
+    last queries), so that they change no list but through their absence.
 
     Args:
       q: queries after rotation; the first lies on slot ``start``.
@@ -140,10 +170,16 @@ def select_blocks(
       window: of the layer, may be traced; blocks that no query of a row can see are left out.
 
     Returns:
-      ``BlockList``, without gradient; W is T ("topk"), min(nk, max(T, forced)) ("ashape", "chunk") or nk ("vs", "vsb").
+      ``BlockList``, without gradient; W is T ("topk"), min(nk, max(T, most)) ("ashape", "chunk") or nk ("vs", "vsb"),
+      with T and nk of all S slots; ``most`` bounds what is forced wherever a row starts: 2 ("ashape"), or sink_blocks
+      and ceil(bq / bk) + 1 (1 for local "last").
+
+    Raises: ConfigError for shapes that do not fit, and under a gradient with respect to q or k where the rule chooses
+      by later tokens (see ``DHSAConfig.causal``), unless ``cfg.noncausal_training``.
     """
-    if q.shape[1] % k.shape[1]:
-        raise ConfigError(f"q, k: found {q.shape[1]} and {k.shape[1]} heads, expected a multiple")
+    _check(q, k, kv_mask, start)
+    if not cfg.causal and not cfg.noncausal_training:
+        q, k = refuse_gradient(q), refuse_gradient(k)
     q, k = jax.lax.stop_gradient((q, k))
     exact = jnp.promote_types(q.dtype, jnp.float32)
     q, k = q.astype(exact), k.astype(exact)
@@ -154,7 +190,10 @@ def select_blocks(
     valid = jnp.ones((k.shape[0], slots), bool) if kv_mask is None else kv_mask
     start = jnp.asarray(start, jnp.int32)
     rows = _rows(cfg, valid, q.shape[2], start)
-    blocks, budget = -(-slots // cfg.bk), budget_blocks(cfg.density, -(-slots // cfg.bk))
+    blocks = -(-slots // cfg.bk)
+    # Lists are as wide as all slots ask for; the count is that of the slots up to the last query's.
+    sizes = [budget_blocks(cfg.density, n) for n in range(1, blocks + 1)]
+    most, budget = sizes[-1], jnp.asarray(sizes, jnp.int32)[(start + q.shape[2] - 1) // cfg.bk]
     block = jnp.arange(blocks, dtype=jnp.int32)[None, None, None]
     seen = rows.real & (block <= rows.rec[..., None])
     if window is not None:
@@ -164,28 +203,28 @@ def select_blocks(
         from jaxmeth.attention.dhsa_slash import vertical_slash
 
         score = vertical_slash(_mean_of_groups(q, group), k, cfg, valid, start, rows, seen, budget)
-        return _with_dense_rows(cfg, rows, seen, score, budget, slots)
+        return _with_dense_rows(cfg, rows, seen, score, budget, most, slots)
     if cfg.rule == "chunk" and boundaries is not None:
         score = _chunk_scores(q, k, group, cfg, boundaries, valid, start)
     else:
         score = _mean_scores(q, k, group, cfg, valid, start, pooled=cfg.rule == "chunk")
-    forced, width = jnp.zeros_like(seen), budget
+    forced, width = jnp.zeros_like(seen), most
     eligible = seen
     if cfg.rule == "topk":
         eligible = rows.real
     elif cfg.rule == "ashape":
-        forced, width = (block == rows.sink[..., None]) | (block == rows.rec[..., None]), max(budget, 2)
+        forced, width = (block == rows.sink[..., None]) | (block == rows.rec[..., None]), max(most, 2)
     else:
         low = rows.first if cfg.local == "band" else rows.rec
         sinks = (block >= rows.sink[..., None]) & (block < rows.sink[..., None] + cfg.sink_blocks)
         forced = sinks | ((block >= low[..., None]) & (block <= rows.rec[..., None]))
         # bq queries touch at most this many blocks, wherever they start.
-        width = max(budget, cfg.sink_blocks + (-(-cfg.bq // cfg.bk) + 1 if cfg.local == "band" else 1))
+        width = max(most, cfg.sink_blocks + (-(-cfg.bq // cfg.bk) + 1 if cfg.local == "band" else 1))
     forced &= seen
     value = jnp.where(forced, jnp.inf, jnp.where(eligible, score, -jnp.inf))
     _, idx = jax.lax.top_k(value, min(width, blocks))
-    most = jnp.maximum(jnp.sum(forced, -1, dtype=jnp.int32), budget)
-    count = jnp.minimum(jnp.sum(eligible, -1, dtype=jnp.int32), most)
+    kept = jnp.maximum(jnp.sum(forced, -1, dtype=jnp.int32), budget)
+    count = jnp.minimum(jnp.sum(eligible, -1, dtype=jnp.int32), kept)
     count = jnp.broadcast_to(count, idx.shape[:-1])
     return BlockList(ascending(idx.astype(jnp.int32), count), count)
 
@@ -195,6 +234,19 @@ def dense_from_blocks(blocks: BlockList, number: int) -> Bool[Array, "B Hs nq nk
     from jaxmeth.kernels import block_mask
 
     return block_mask(blocks.idx, blocks.count, number)
+
+
+def _check(q: Array, k: Array, kv_mask: Array | None, start) -> None:
+    (batch, heads, length, _), (rows, kv_heads, slots, _) = q.shape, k.shape
+    if 0 in q.shape or 0 in k.shape or batch != rows or q.shape[3] != k.shape[3] or heads % kv_heads:
+        expected = "nothing empty, one batch and width, H a multiple of Hkv"
+        raise ConfigError(f"q, k: found shapes {q.shape}, {k.shape}, expected {expected}")
+    if kv_mask is not None and kv_mask.shape != (batch, slots):
+        raise ConfigError(f"kv_mask: found shape {kv_mask.shape}, expected {(batch, slots)}")
+    last = length + (int(start) if is_concrete(start) else 0)
+    if last > slots or last < length:
+        found = f"queries up to slot {last - 1} over {slots} keys"
+        raise ConfigError(f"q, start: found {found}, expected slots from 0 to {slots - 1}")
 
 
 def _rows(cfg: DHSAConfig, valid: Array, length: int, start: Array) -> _Rows:
@@ -213,13 +265,14 @@ def _rows(cfg: DHSAConfig, valid: Array, length: int, start: Array) -> _Rows:
 
 
 def _block_means(x: Array, size: int, valid: Array) -> tuple[Array, Array]:
-    """Means ``[B, H, n, D]`` of the real tokens of each block, and how many there are ``[B, 1, n, 1]``."""
+    """Means ``[B, H, n, D]`` of the real, finite tokens of each block, and how many there are ``[B, H, n, 1]``."""
     length = x.shape[2]
     blocks = -(-length // size)
-    valid = jnp.pad(valid, ((0, 0), (0, blocks * size - length)))
+    valid = valid[:, None] & jnp.all(jnp.isfinite(x), axis=-1)
+    valid = jnp.pad(valid, ((0, 0), (0, 0), (0, blocks * size - length)))
     x = jnp.pad(x, ((0, 0), (0, 0), (0, blocks * size - length), (0, 0)))
-    x = jnp.where(valid[:, None, :, None], x, 0).reshape(*x.shape[:2], blocks, size, x.shape[3])
-    number = jnp.sum(valid.reshape(-1, 1, blocks, size), axis=-1)[..., None]
+    x = jnp.where(valid[..., None], x, 0).reshape(*x.shape[:2], blocks, size, x.shape[3])
+    number = jnp.sum(valid.reshape(*x.shape[:4]), axis=-1)[..., None]
     return jnp.sum(x, axis=3) / jnp.maximum(number, 1), number
 
 
@@ -242,8 +295,7 @@ def _of_queries(valid: Array, length: int, start: Array) -> Array:
 
 def block_products(q: Array, k: Array) -> Array:
     """Scores of all pairs; NaN counts as the lowest, so that it never displaces other blocks."""
-    score = jnp.einsum("bhid,bhjd->bhij", q, k, precision="highest")
-    return jnp.where(jnp.isnan(score), jnp.finfo(score.dtype).min, score)
+    return finite(jnp.einsum("bhid,bhjd->bhij", q, k, precision="highest"))
 
 
 def _mean_scores(q, k, group: int, cfg: DHSAConfig, valid, start, pooled: bool) -> Array:
@@ -271,7 +323,7 @@ def _chunk_scores(q, k, group: int, cfg: DHSAConfig, boundaries, valid, start) -
     return jnp.moveaxis(jax.lax.map(row, jnp.moveaxis(score, 2, 0)), 0, 2)
 
 
-def _with_dense_rows(cfg: DHSAConfig, rows: _Rows, seen, score, budget: int, slots: int) -> BlockList:
+def _with_dense_rows(cfg: DHSAConfig, rows: _Rows, seen, score, budget: Array, most: int, slots: int) -> BlockList:
     """Lists of "vs" and "vsb": forced blocks, the best of those between sink and rec, and some dense rows."""
     blocks = seen.shape[-1]
     block = jnp.arange(blocks, dtype=jnp.int32)[None, None, None]
@@ -282,14 +334,14 @@ def _with_dense_rows(cfg: DHSAConfig, rows: _Rows, seen, score, budget: int, slo
         forced |= (block >= first) & (block <= rec)
         number = rows.rec - rows.first + 1 + (rows.first > rows.sink)
     candidate = seen & (block > sink) & (block < rec)
-    value, idx = jax.lax.top_k(jnp.where(candidate, score, -jnp.inf), min(budget, blocks))
+    value, idx = jax.lax.top_k(jnp.where(candidate, score, -jnp.inf), most)
     fill = jnp.arange(idx.shape[-1])[None, None, None] < jnp.maximum(budget - number, 0)[..., None]
     chosen = jnp.where(fill & (value > -jnp.inf), idx, blocks)
     flat = jax.vmap(lambda row: jnp.zeros(blocks, bool).at[row].set(True, mode="drop"))
     picked = flat(chosen.reshape(-1, chosen.shape[-1])).reshape(*chosen.shape[:-1], blocks)
     i = jnp.arange(rows.rec.shape[-1])[None, None]
     available = jnp.sum(seen, -1, dtype=jnp.int32)
-    tokens = min(slots, budget * cfg.bk)
+    tokens = jnp.minimum(slots, budget * cfg.bk)
     dense = (available <= budget) | (i < -(-tokens // cfg.bq)) | (i >= rows.last_row)
     mask = (forced | picked | dense[..., None]) & seen
     count = jnp.sum(mask, -1, dtype=jnp.int32)

@@ -15,6 +15,12 @@ from jaxmeth.types import ConfigError
 POOLINGS = ("avgpool_norm", "avgpool", "maxpool")
 
 
+def finite(score: Float[Array, "*S"]) -> Float[Array, "*S"]:
+    """Scores with NaN as the lowest number and infinities as the outermost: none ties with what is forced or barred."""
+    least, most = jnp.finfo(score.dtype).min, jnp.finfo(score.dtype).max
+    return jnp.clip(jnp.where(jnp.isnan(score), least, score), least, most)
+
+
 def fixed_boundaries(batch: int, length: int, size: int) -> tuple[Int[Array, "B N"], Int[Array, " B"]]:
     """Boundaries every ``size`` tokens, 0 and ``length`` included, and the number of chunks of each row."""
     if size < 1 or length < 1:
@@ -132,23 +138,25 @@ def chunk_repr(
     r"""The vector of each chunk: ``sqrt(|C|)`` times the mean of its tokens (mode "avgpool_norm").
 
     Sums come from one prefix sum. "avgpool" leaves out the root, which keeps the norm of independent keys from falling
-    with the chunk's length. Only ``valid`` tokens count; a chunk without one, and padding chunks, give 0. ``heads``:
-    "mean" averages over heads first, "each" keeps them. Float32 or better; N1 is N - 1.
+    with the chunk's length. Only ``valid`` tokens without a NaN or an infinity (in their head) count; a chunk without
+    one, and padding chunks, give 0. ``heads``: "mean" averages over heads first, "each" keeps them. Float32 or better;
+    N1 is N - 1.
     """
     if pooling not in ("avgpool_norm", "avgpool"):
         raise ConfigError(f"pooling: found {pooling!r}, expected avgpool_norm or avgpool for chunks of keys")
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     x = jnp.mean(x, axis=1, keepdims=True) if heads == "mean" else x
-    real = jnp.ones((x.shape[0], x.shape[2]), bool) if valid is None else valid
-    x = jnp.where(real[:, None, :, None], x, 0)
+    real = jnp.all(jnp.isfinite(x), axis=-1)
+    real = real if valid is None else real & valid[:, None]
+    x = jnp.where(real[..., None], x, 0)
     # Subtracting the overall mean first keeps the prefix sums small, and their differences exact.
-    centre = jnp.sum(x, 2, keepdims=True) / jnp.maximum(jnp.sum(real, 1), 1)[:, None, None, None]
-    sums = jnp.cumsum(jnp.where(real[:, None, :, None], x - centre, 0), axis=2)
+    centre = jnp.sum(x, 2, keepdims=True) / jnp.maximum(jnp.sum(real, 2), 1)[..., None, None]
+    sums = jnp.cumsum(jnp.where(real[..., None], x - centre, 0), axis=2)
     sums = jnp.pad(sums, ((0, 0), (0, 0), (1, 0), (0, 0)))
     ends = jnp.take_along_axis(sums, boundaries[:, None, :, None], axis=2)
-    counts = jnp.take_along_axis(jnp.pad(jnp.cumsum(real, axis=1, dtype=jnp.int32), ((0, 0), (1, 0))), boundaries, 1)
-    size = jnp.diff(counts, axis=1)
-    size = jnp.where(jnp.arange(size.shape[1])[None] < n_valid[:, None], size, 0)[:, None, :, None]
+    counts = jnp.pad(jnp.cumsum(real, axis=2, dtype=jnp.int32), ((0, 0), (0, 0), (1, 0)))
+    size = jnp.diff(jnp.take_along_axis(counts, boundaries[:, None], axis=2), axis=2)
+    size = jnp.where((jnp.arange(size.shape[2])[None] < n_valid[:, None])[:, None], size, 0)[..., None]
     mean = jnp.where(size > 0, jnp.diff(ends, axis=2) / jnp.maximum(size, 1) + centre, 0)
     out = mean * jnp.sqrt(size.astype(mean.dtype)) if pooling == "avgpool_norm" else mean
     return out[:, 0] if heads == "mean" else out
@@ -207,8 +215,9 @@ def select_tokens(
 
     Score of a token = block vector . chunk vector of its chunk. Always kept: the last ``local_tokens`` of the tokens
     the block may see, then the first ``global_tokens`` (of the window, if there is one); the rest go by score, equal
-    scores to the lower token. A set: each token once, sinks and locals within the budget. Reconstruction: the public
-    code overwrites list entries by the sinks, so that a token can count twice.
+    scores to the lower token. A set: each token once, sinks and locals within the budget. A NaN in a key changes its
+    own chunk's score, a NaN in a query the list of its block. Reconstruction: the public code overwrites list entries
+    by the sinks, so that a token can count twice.
 
     Args:
       q: queries, or the first Lq of them where the last ones attend densely.
@@ -233,7 +242,7 @@ def select_tokens(
     chunks = chunk_repr(k, boundaries, n_valid, "avgpool" if pooling == "maxpool" else pooling)
     rows = query_repr(q, block_size, pooling, legacy_pad_mean)
     scores = jnp.einsum("bid,bcd->bic", rows, chunks, precision="highest")
-    scores = jnp.where(jnp.isnan(scores), jnp.finfo(scores.dtype).min, scores)
+    scores = finite(scores)
     end = ((jnp.arange(rows.shape[1], dtype=jnp.int32) + 1) * block_size)[:, None]
     token = jnp.arange(length, dtype=jnp.int32)[None]
     allowed = token < jnp.minimum(end, length)

@@ -5,24 +5,39 @@ Reference: arXiv 2510.24606, section 3.2 and the authors' public code.
 
 import dataclasses
 import functools
+import math
+import numbers
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from jaxmeth.types import ConfigError, Params
+from jaxmeth.types import ConfigError, Params, whole_number
 
 
-def boundary_predictor_init(key: Array, width: int, d_h: int = 256, heads: int = 4, gated: bool = False) -> Params:
+@struct.dataclass
+class Encoder:
+    """What a predictor's weights don't tell: the heads of its attention, the keys on each side of a gap. No leaves."""
+
+    heads: int = struct.field(pytree_node=False, default=4)
+    w: int = struct.field(pytree_node=False, default=4)
+
+
+def boundary_predictor_init(
+    key: Array, width: int, d_h: int = 256, heads: int = 4, gated: bool = False, w: int = 4
+) -> Params:
     """Random parameters for keys of ``width`` channels (Hkv * D); consumes ``key``.
 
-    Weights are [out, in]: ``attn.{qkv,out}``, ``norm``, ``hidden``, ``logit`` and, with ``gated``, ``gate``.
+    Weights are [out, in]: ``attn.{qkv,out}``, ``norm``, ``hidden``, ``logit`` and, with ``gated``, ``gate``; heads and
+    w go along as ``encoder``, an ``Encoder``.
 
     Raises: ConfigError where ``heads`` does not divide ``width``.
     """
     if width < 1 or d_h < 1 or heads < 1 or width % heads:
         raise ConfigError(f"width, d_h, heads: found {width}, {d_h}, {heads}, expected heads to divide width")
+    w = whole_number("w", w, 1)
     keys = jax.random.split(key, 5)
 
     def dense(key: Array, out: int, into: int) -> Params:
@@ -34,19 +49,37 @@ def boundary_predictor_init(key: Array, width: int, d_h: int = 256, heads: int =
         "norm": {"scale": jnp.ones(width), "bias": jnp.zeros(width)},
         "hidden": dense(keys[2], d_h, 4 * width + 1),
         "logit": dense(keys[3], 1, d_h),
+        "encoder": Encoder(heads, w),
     }
     return params | ({"gate": {"weight": dense(keys[4], 1, width)["weight"]}} if gated else {})
 
 
-def boundary_logits(params: Params, keys: Float[Array, "B L C"], w: int = 4, heads: int = 4) -> Float[Array, "B L"]:
+def encoder_of(params: Params) -> Encoder:
+    """Heads and w of a predictor: its ``encoder``; 4 and 4, as in the public code, where it holds none."""
+    return params.get("encoder", Encoder())
+
+
+def boundary_logits(
+    params: Params, keys: Float[Array, "B L C"], w: int | None = None, heads: int | None = None
+) -> Float[Array, "B L"]:
     """Logit of a boundary after each position, raw: the caller sets the ends to -100 (``dhsa.at_ends``).
 
     The 2w keys around gap p (p-w+1 .. p and p+1 .. p+w, zeros outside) attend to one another and are normalised; each
     half is pooled (mean, or softmax-gated where the parameters hold a gate) to l and r; the features
-    ``[l, r, |l - r|, l * r, cos(l, r)]`` go through one hidden layer with ReLU. Keys are head-concatenated.
+    ``[l, r, |l - r|, l * r, cos(l, r)]`` go through one hidden layer with ReLU. Keys are head-concatenated. ``w`` and
+    ``heads`` are those the parameters carry (4 and 4 where they carry none, as weights from elsewhere: give them then).
+
+    Raises: ConfigError for a w or heads other than the parameters carry, or keys of another width.
     """
     dtype = params["norm"]["scale"].dtype
     batch, length, width = keys.shape
+    made = encoder_of(params)
+    w, heads = made.w if w is None else w, made.heads if heads is None else heads
+    if "encoder" in params and (heads, w) != (made.heads, made.w):
+        raise ConfigError(f"heads, w: found {heads}, {w}, expected the predictor's own {made.heads}, {made.w}")
+    if width != params["norm"]["scale"].shape[0] or width % heads:
+        expected = f"{params['norm']['scale'].shape[0]}, a multiple of the {heads} heads"
+        raise ConfigError(f"keys: found {width} channels, expected {expected}")
     padded = jnp.pad(keys.astype(dtype), ((0, 0), (w - 1, w), (0, 0)))
     x = jnp.stack([padded[:, i : i + length] for i in range(2 * w)], axis=2)
 
@@ -115,16 +148,20 @@ class PredictorTraining:
     Args:
       learning_rate: of Adam.
       epochs: passes over the sequences.
-      heads: of the encoder.
-      w: keys on each side of a gap.
       soft: soft targets.
+
+    Raises: ConfigError for a field out of range.
     """
 
     learning_rate: float = 1e-4
     epochs: int = 2
-    heads: int = 4
-    w: int = 4
     soft: bool = False
+
+    def __post_init__(self):
+        rate = self.learning_rate
+        if not isinstance(rate, numbers.Real) or not 0 < rate < math.inf:
+            raise ConfigError(f"learning_rate: found {rate!r}, expected a finite number above 0")
+        object.__setattr__(self, "epochs", whole_number("epochs", self.epochs, 1))
 
 
 @functools.partial(jax.jit, static_argnames="cfg")
@@ -146,15 +183,19 @@ def train_boundary_predictor(
 
     Returns:
       The parameters and the loss of each of the N * epochs steps.
+
+    Raises: ConfigError for labels of other shape than the keys, or no sequence.
     """
-    length = keys.shape[2]
+    if ratio.shape != keys.shape[:3] or 0 in keys.shape:
+        raise ConfigError(f"keys, ratio: found shapes {keys.shape}, {ratio.shape}, expected [N, M, L, C], [N, M, L]")
+    length, w = keys.shape[2], encoder_of(params).w
     place = jnp.arange(length)
-    mask = jnp.broadcast_to(((place >= 2 * cfg.w - 1) & (place < length - 2 * cfg.w))[None], keys.shape[1:3])
+    mask = jnp.broadcast_to(((place >= 2 * w - 1) & (place < length - 2 * w))[None], keys.shape[1:3])
     optimizer = optax.adam(cfg.learning_rate)
     order = jnp.concatenate([jax.random.permutation(k, keys.shape[0]) for k in jax.random.split(key, cfg.epochs)])
 
     def objective(params, x, y):
-        logits = boundary_logits(params, x, cfg.w, cfg.heads)
+        logits = boundary_logits(params, x)
         return jnp.sum(jax.vmap(functools.partial(boundary_loss, soft=cfg.soft))(logits, y, mask))
 
     def step(carry, n):

@@ -9,23 +9,29 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxmeth.attention.dhsa_blocks import _block_means, _of_queries, block_products, budget_blocks
+from jaxmeth.attention.dhsa_chunks import finite
 
-def vertical_slash(q, k, cfg, valid, start, rows, seen, budget: int) -> Array:
-    """Scores ``[B, Hs, nq, nk]``; q and k in float32 with as many heads as there are lists."""
+
+def vertical_slash(q, k, cfg, valid, start, rows, seen, budget: int | Array) -> Array:
+    """Scores ``[B, Hs, nq, nk]``; q and k in float32 with as many heads as there are lists, ``budget`` in blocks."""
     rule = _by_tokens if cfg.rule == "vs" else _by_blocks
-    return rule(q, k, cfg, valid, start, rows, seen, budget)
+    budgets = range(budget_blocks(cfg.density, seen.shape[-1]) + 1)
+    return rule(q, k, cfg, valid, start, rows, seen, budget, budgets)
 
 
-def _keep_best(values: Array, number: int) -> Array:
-    """The values with all but the ``number`` largest set to 0; equal ones: lower index first."""
-    if number == 0:
+def _keep_best(values: Array, budget: int | Array, numbers: list[int]) -> Array:
+    """The values with all but the ``numbers[budget]`` largest set to 0; equal ones: lower index first."""
+    most = min(max(numbers), values.shape[-1])
+    if most == 0:
         return jnp.zeros_like(values)
-    best, where = jax.lax.top_k(values, min(number, values.shape[-1]))
+    best, where = jax.lax.top_k(values, most)
+    best = jnp.where((jnp.arange(most) < jnp.asarray(numbers, jnp.int32)[budget])[None, None], best, 0)
     flat = jax.vmap(lambda at, v: jnp.zeros(values.shape[-1], values.dtype).at[at].set(v))
     return flat(where.reshape(-1, where.shape[-1]), best.reshape(-1, best.shape[-1])).reshape(values.shape)
 
 
-def _by_tokens(q, k, cfg, valid, start, rows, seen, budget: int) -> Array:
+def _by_tokens(q, k, cfg, valid, start, rows, seen, budget: int | Array, budgets: range) -> Array:
     slots, length = k.shape[2], q.shape[2]
     blocks = seen.shape[-1]
     tail = min(cfg.bq, length)
@@ -37,14 +43,15 @@ def _by_tokens(q, k, cfg, valid, start, rows, seen, budget: int) -> Array:
     distance = slot[:, :, None] - place[None, None]
     real = jnp.take_along_axis(valid, slot, axis=1) & (slot <= final[:, None])
     mask = ((distance >= 0) & valid[:, None, :] & real[..., None])[:, None]
-    s = jnp.einsum("bhtd,bhsd->bhts", last, k, precision="highest") * cfg_scale(q)
-    s = jnp.where(mask, jnp.where(jnp.isnan(s), jnp.finfo(s.dtype).min, s), jnp.finfo(s.dtype).min)
+    mask = mask & jnp.all(jnp.isfinite(last), -1)[..., None] & jnp.all(jnp.isfinite(k), -1)[:, :, None]
+    s = finite(jnp.einsum("bhtd,bhsd->bhts", last, k, precision="highest") * cfg_scale(q))
+    s = jnp.where(mask, s, jnp.finfo(s.dtype).min)
     p = jnp.where(mask, jnp.exp(s - jnp.max(s, axis=-1, keepdims=True)), 0)
     p = p / jnp.maximum(jnp.sum(p, axis=-1, keepdims=True), jnp.finfo(s.dtype).tiny)
 
-    tokens = min(slots, budget * cfg.bk)
-    vertical = min(slots, int(tokens * cfg.vs_ratio))
-    column = _keep_best(jnp.sum(p, axis=2), vertical)
+    tokens = [min(slots, n * cfg.bk) for n in budgets]
+    vertical = [int(n * cfg.vs_ratio) for n in tokens]
+    column = _keep_best(jnp.sum(p, axis=2), budget, vertical)
     column = jnp.pad(column, ((0, 0), (0, 0), (0, blocks * cfg.bk - slots)))
     column = jnp.sum(column.reshape(*column.shape[:2], blocks, cfg.bk), axis=-1)
 
@@ -52,7 +59,7 @@ def _by_tokens(q, k, cfg, valid, start, rows, seen, budget: int) -> Array:
     key = slot[:, :, None] - place[None, None]
     at = jnp.broadcast_to(jnp.maximum(key, 0)[:, None], p.shape)
     slash = jnp.sum(jnp.where((key >= 0)[:, None], jnp.take_along_axis(p, at, axis=-1), 0), axis=2)
-    slash = _keep_best(slash, tokens - vertical)
+    slash = _keep_best(slash, budget, [n - v for n, v in zip(tokens, vertical, strict=True)])
     # Row i touches block j at the distances from low to high: a difference of prefix sums.
     sums = jnp.pad(jnp.cumsum(slash, axis=-1), ((0, 0), (0, 0), (1, 0)))
     i, j = jnp.arange(seen.shape[2], dtype=jnp.int32)[:, None], jnp.arange(blocks, dtype=jnp.int32)[None]
@@ -67,9 +74,7 @@ def cfg_scale(q: Array) -> float:
     return q.shape[-1] ** -0.5
 
 
-def _by_blocks(q, k, cfg, valid, start, rows, seen, budget: int) -> Array:
-    from jaxmeth.attention.dhsa_blocks import _block_means, _of_queries, block_products
-
+def _by_blocks(q, k, cfg, valid, start, rows, seen, budget: int | Array, budgets: range) -> Array:
     blocks = seen.shape[-1]
     means, _ = _block_means(q, cfg.bq, _of_queries(valid, q.shape[2], start))
     keys, _ = _block_means(k, cfg.bk, valid)
@@ -81,10 +86,10 @@ def _by_blocks(q, k, cfg, valid, start, rows, seen, budget: int) -> Array:
     usable = rows.real[:, :, 0] & (j[None, None] <= rec)
     low = jnp.finfo(score.dtype).min
     score = jnp.where(usable, score, low)
-    vertical = int(budget * cfg.vs_ratio)
-    column = _keep_best(score, vertical)
+    vertical = [int(n * cfg.vs_ratio) for n in budgets]
+    column = _keep_best(score, budget, vertical)
     column = jnp.where(column <= low, 0, column)
-    by_block = _keep_best(score, budget - vertical)
+    by_block = _keep_best(score, budget, [n - v for n, v in zip(budgets, vertical, strict=True)])
     by_block = jnp.where(by_block <= low, 0, by_block)
     # by_distance[d] is the weight of the block d before the last row's.
     back = rec - j[None, None]

@@ -2,11 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from compiled import compiled
 
 from jaxmeth.attention import dhsa
+from jaxmeth.types import AttendContext, ConfigError
 
 STATIC = ("cfg", "scale", "softcap", "backend")
 prefill = compiled(dhsa.prefill, static_argnames=STATIC)
@@ -123,3 +125,116 @@ def test_decoding_scores_by_the_mean_of_the_heads_and_the_root_of_the_count():
     state = jax.tree.map(jnp.asarray, prefill(jnp.zeros((1, 2, 96, 4)), k, v, cfg, kv_mask=before)[1])
     out, _ = decode(q, k, v, state, cfg, slot=jnp.int32(95), kv_mask=jnp.asarray(mask))
     np.testing.assert_allclose(out, attention(q, k, v, np.r_[0:16, 48:52, 80:96]), atol=1e-5)
+
+
+def test_a_decoding_budget_of_the_window_is_dense_within_it():
+    q, k, v = normal(1, 2, 1, 4), normal(1, 1, 128, 4, seed=1), normal(1, 1, 128, 4, seed=2)
+    state = jax.tree.map(jnp.asarray, prefill(jnp.zeros((1, 2, 128, 4)), k, v, config())[1])
+    ctx = AttendContext(
+        q_pos=jnp.zeros((1, 1), jnp.int32), kv_pos=jnp.zeros((1, 128), jnp.int32),
+        q_slot=jnp.asarray([100], jnp.int32), kv_valid=jnp.arange(128)[None] <= 100, layer=jnp.int32(0),
+        window=jnp.int32(32), scale=0.5,
+    )  # fmt: skip
+    # Slots 69 to 100 touch three blocks of 16; those before hold more keys and would score.
+    out, _ = compiled(dhsa.attend(config(decode_budget=32)))(q, k, v, ctx, state)
+    np.testing.assert_allclose(out, attention(q, k, v, range(69, 101)), atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["topk", "ashape", "vs", "vsb", "chunk"])
+def test_the_empty_rest_of_a_cache_adds_nothing_to_the_budget(rule):
+    q, k = normal(1, 1, 128, 16), normal(1, 1, 128, 16, seed=1)
+    plain = select_blocks(q, k, config(rule=rule, density=0.5))
+    wide = jnp.pad(k, ((0, 0), (0, 0), (0, 128), (0, 0)))
+    cached = select_blocks(q, wide, config(rule=rule, density=0.5), kv_mask=jnp.arange(256)[None] < 128)
+    for row in range(4):
+        assert listed(cached, row) == listed(plain, row)
+
+
+def test_a_predictor_brings_its_own_heads_and_width():
+    k = normal(1, 1, 32, 8)
+    predictor = dhsa.boundary_predictor_init(jax.random.key(0), 8, 16, heads=2, w=3)
+
+    @compiled
+    def logits(params):
+        bare = {name: p for name, p in params.items() if name != "encoder"}
+        by_hand = dhsa.boundary_logits(bare, k[:, 0], w=3, heads=2)
+        return (
+            dhsa.boundary_logits(params, k[:, 0]),
+            by_hand,
+            dhsa.select_boundaries(dhsa.at_ends(by_hand, 3), 4, -50.0),
+        )
+
+    carried, by_hand, edges = logits(predictor)
+    np.testing.assert_array_equal(carried, by_hand)
+    cfg = config(boundaries="predicted", theta=-50.0, chunk_beta=2)
+    np.testing.assert_array_equal(find_boundaries(k, cfg, predictor)[0], edges[0])
+    with pytest.raises(ConfigError, match="predictor's own 2, 3"):
+        dhsa.boundary_logits(predictor, k[:, 0], heads=4)
+    with pytest.raises(ConfigError, match="found 4 channels"):
+        dhsa.boundary_logits(predictor, k[:, 0, :, :4])
+
+
+def test_what_does_not_fit_together_is_refused(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    q, k = normal(2, 1, 32, 8), normal(1, 1, 32, 8)
+    with pytest.raises(ConfigError, match="one batch"):
+        dhsa.prefill(q, k, k, config())
+    for density in ("a", None):
+        with pytest.raises(ConfigError, match="density: found"):
+            config(density=density)
+    assert config(bq=np.int64(32)) == config()
+    predictor = dhsa.boundary_predictor_init(jax.random.key(0), 8, 16)
+    with pytest.raises(ConfigError, match="keys, ratio: found"):
+        dhsa.train_boundary_predictor(jax.random.key(1), predictor, jnp.zeros((4, 1, 32, 8)), jnp.zeros((2, 1, 32)))
+
+
+@pytest.mark.parametrize("rule", ["vs", "vsb", "ashape", "chunk"])
+def test_a_nan_only_takes_its_own_token_out_of_the_choice(rule):
+    """The same lists as with that token's key or query out of the means: a NaN of one head stays in it."""
+    q, k = normal(1, 2, 128, 4), normal(1, 2, 128, 4, seed=1)
+    edges = (jnp.asarray([[0, 10, 30, 64, 90, 128]], jnp.int32), jnp.asarray([5])) if rule == "chunk" else None
+    choose = lambda q, k: select_blocks(q, k, config(rule=rule, density=0.5), edges)  # noqa: E731
+    clean = choose(q, k)
+    found = choose(q.at[0, 0, 127, 2].set(jnp.nan), k.at[0, 0, 5, 1].set(jnp.nan))
+    np.testing.assert_array_equal(found.idx[:, 1], clean.idx[:, 1])
+    # The row of the NaN: without its token, not the lowest blocks.
+    without = choose(q.at[0, 0, 127].set(q[0, 0, 96:127].mean(0)), k.at[0, 0, 5].set(k[0, 0, :5].mean(0)))
+    if rule in ("vsb", "ashape"):
+        assert listed(found, 3) == listed(without, 3)
+    assert len(listed(found, 2)) == len(listed(clean, 2))
+
+
+def test_chunk_vectors_leave_out_tokens_that_are_not_finite():
+    k = normal(1, 2, 32, 4)
+    edges, number = jnp.asarray([[0, 8, 20, 32]], jnp.int32), jnp.asarray([3])
+    bad = k.at[0, 0, 9].set(jnp.nan)
+    found, clean = (compiled(lambda x: dhsa.chunk_repr(x, edges, number, heads="each"))(x) for x in (bad, k))
+    np.testing.assert_allclose(found[0, :, [0, 2]], clean[0, :, [0, 2]], atol=1e-5)
+    np.testing.assert_allclose(found[0, 1, 1], clean[0, 1, 1], atol=1e-5)
+    rest = np.delete(np.asarray(k[0, 0, 8:20]), 1, axis=0)
+    np.testing.assert_allclose(found[0, 0, 1], rest.mean(0) * 11**0.5, atol=1e-5)
+
+
+def test_scores_that_overflow_never_displace_what_is_forced():
+    q, k = jnp.ones((1, 1, 64, 4)), jnp.ones((1, 1, 64, 4)).at[:, :, 16:48].set(3e38)
+    found = select_blocks(q, k, config(bq=16, density=0.5))
+    assert listed(found, 3) == [0, 3]
+
+
+def test_choosing_by_later_tokens_is_refused_under_a_gradient_by_parts_too():
+    q, k = normal(1, 1, 64, 4), normal(1, 1, 64, 4, seed=1)
+
+    def loss(q):
+        blocks = dhsa.select_blocks(q, k, config(rule="vs"))
+        return jnp.sum(dhsa.block_sparse_attention(q, k, k, blocks, bq=32, bk=16))
+
+    with pytest.raises(ConfigError, match="noncausal_training=True"):
+        jax.grad(loss)(q)
+
+
+def test_the_dense_tail_runs_on_the_backend_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(dhsa, "blocked", lambda q, k, v, backend="auto", **rest: (asked.append(backend) or q, None))
+    q = normal(1, 1, 32, 4)
+    jax.eval_shape(lambda q: dhsa.prefill(q, q, q, config(dense_last=8), backend="reference")[0], q)
+    assert asked == ["reference"]

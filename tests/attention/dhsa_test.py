@@ -336,7 +336,7 @@ def test_training_learns_where_keys_turn():
     keys = np.take_along_axis(table, topic[..., None], 2) + 0.05 * r.normal(size=(24, 2, 48, 8))
     ratio = jnp.asarray(np.where(turn, 4.0, 1.0), jnp.float32)
     params = dhsa.boundary_predictor_init(jax.random.key(0), 8, d_h=32, heads=2)
-    how = dhsa.PredictorTraining(learning_rate=3e-3, epochs=12, heads=2)
+    how = dhsa.PredictorTraining(learning_rate=3e-3, epochs=12)
     _, losses = dhsa.train_boundary_predictor(jax.random.key(1), params, jnp.asarray(keys, jnp.float32), ratio, how)
     assert losses.shape == (24 * 12,)
     assert losses[-24:].mean() < 0.6 * losses[:24].mean()
@@ -456,6 +456,9 @@ def test_blocked_dense_attention_is_the_default_for_long_prompts(monkeypatch):
         ({"rule": "best"}, "rule: found 'best'"),
         ({"decode_budget": -2}, "decode_budget: found -2"),
         ({"vs_ratio": 2.0}, "vs_ratio"),
+        ({"decode_budget": 0}, "decode_budget: found 0, expected -1"),
+        ({"theta": float("nan")}, "theta: found nan"),
+        ({"bq": True}, "bq: found True"),
     ],
 )
 def test_bad_configurations_are_refused(fields, named):
@@ -470,6 +473,16 @@ def test_bad_calls_are_refused():
         dhsa.attend(config(boundaries="predicted"))
     with pytest.raises(ConfigError, match="a multiple"):
         select_blocks(q[:, :5], k, config())
+    with pytest.raises(ConfigError, match="nothing empty"):
+        select_blocks(q[:, :, :0], k, config())
+    with pytest.raises(ConfigError, match="slot 127 over 100 keys"):
+        select_blocks(q, k[:, :, :100], config())
+    with pytest.raises(ConfigError, match="on a machine with only cpu"):
+        blocked(q, k, v, backend="tpu")
+    for fields, named in (({"epochs": 0}, "epochs: found 0"), ({"learning_rate": -1.0}, "learning_rate: found -1.0")):
+        with pytest.raises(ConfigError, match=named):
+            dhsa.PredictorTraining(**fields)
+    dhsa.attend(config(rule="topk", boundaries="predicted"))
     with pytest.raises(ConfigError, match="on a machine with only cpu"):
         prefill(q, k, v, config(), backend="tpu")
     with pytest.raises(ConfigError, match="heads to divide"):
