@@ -367,6 +367,11 @@ def test_bad_input_is_refused():
         call(q[:, :5], k, v, idx, count)
     with pytest.raises(ConfigError, match="powers of two"):
         kernels.block_attention(q, k, v, idx, count, bq=32, bk=24, backend="gpu", interpret=True)
+    for name, blocks in (("bq", {"bq": 5, "bk": 16}), ("bk", {"bq": 16, "bk": 7})):
+        lists = kernels.dense_lists(2, 64, 64, **blocks)
+        lists = [jnp.repeat(x, 2, axis=1) for x in lists]
+        with pytest.raises(ConfigError, match=f"{name}: found [57], expected a multiple of 8 on a TPU"):
+            kernels.block_attention(q, k, v, *lists, **blocks, backend="tpu", interpret=True)
     with pytest.raises(ConfigError, match="at least 1"):
         kernels.block_attention(q, k, v, idx, count, bq=32, bk=0)
 

@@ -228,6 +228,8 @@ def test_bad_input_is_refused():
     lists = {"idx": options["idx"].at[0, 0, 0].set(7), "count": options["count"].at[0, 0].set(1)}
     with pytest.raises(ConfigError, match="expected 0 to 6"):
         kernels.decode_attention(q, k, v, **lists, bk=16, debug=True)
+    with pytest.raises(ConfigError, match="bk: found 12, expected a multiple of 8 on a TPU"):
+        kernels.decode_attention(q, k, v, bk=12, backend="tpu", interpret=True)
     with pytest.raises(ConfigError, match="H a multiple of Hkv"):
         kernels.decode_attention(q[:, :5], k, v)
 

@@ -62,8 +62,8 @@ def block_attention(
       scale: alpha; None = 1 / sqrt(D).
       softcap: c of ``c tanh(score / c)``; None = none.
       return_lse: also return lse in float32 (float64 for float64 input).
-      backend: "auto", "reference" (dense and masked), "xla", "tpu" (Pallas), "gpu" (Pallas on Triton: blocks must be
-        powers of two of at least 16).
+      backend: "auto", "reference" (dense and masked), "xla", "tpu" (Pallas: blocks must be multiples of 8, or one),
+        "gpu" (Pallas on Triton: blocks must be powers of two of at least 16).
       interpret: run a Pallas kernel by the interpreter: True, or ``pltpu.InterpretParams`` for the TPU's.
       debug: check the lists, which copies them to the host; ignored under ``jit``.
 

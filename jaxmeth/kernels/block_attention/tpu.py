@@ -18,6 +18,7 @@ from jaxtyping import Array
 
 from jaxmeth.kernels.block_attention.reference import block_mask
 from jaxmeth.kernels.block_attention.shapes import Static, near, transpose_lists
+from jaxmeth.types import ConfigError
 
 LANES = 128
 
@@ -128,7 +129,15 @@ def _dkv_kernel(static, group, per_list, idx, count, span, q, k, v, valid, d_out
         dv[...] = acc_v[...].astype(dv.dtype)
 
 
+def check_block(name: str, block: int, length: int) -> None:
+    """Raises: ConfigError for a block that Mosaic does not tile: no multiple of 8 and not the whole padded length."""
+    if block % 8 and block != length:
+        raise ConfigError(f"{name}: found {block}, expected a multiple of 8 on a TPU")
+
+
 def _shapes(static: Static, q, k, idx, valid):
+    check_block("bq", static.bq, q.shape[2])
+    check_block("bk", static.bk, k.shape[2])
     heads, lists, kv_heads = q.shape[1], idx.shape[1], k.shape[1]
     if valid is None:
         valid = jnp.ones((k.shape[0], k.shape[2]), bool)

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from jaxmeth.kernels.block_attention.tpu import LANES, _dot, softmax_add, softmax_finish, softmax_start
+from jaxmeth.kernels.block_attention.tpu import LANES, _dot, check_block, softmax_add, softmax_finish, softmax_start
 from jaxmeth.kernels.decode_attention.shapes import Static
 
 SUBLANES = 16
@@ -45,6 +45,7 @@ def _kernel(static, overridden, idx, count, q, k, v, valid, *rest):
 
 
 def forward(static: Static, q, k, v, idx, count, valid, override) -> tuple[Array, Array]:
+    check_block("bk", static.bk, k.shape[2])
     batch, kv_heads, queries, dim = q.shape
     q = jnp.pad(q, ((0, 0), (0, 0), (0, -queries % SUBLANES), (0, 0)))
     if valid is None:
