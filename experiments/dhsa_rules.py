@@ -8,7 +8,9 @@ import numpy as np
 from experiments.timing import interleaved
 
 BQ, BK = 128, 64
-# Rules that need no true attention; "fixed" is this library's default.
+TAIL = 64
+"""Last queries of a prompt that attend densely under every rule, as in ``dhsa.prefill``."""
+# "fixed" is this library's default; "oracle" chooses by the true attention.
 RULES = ("sink+window", "topk", "ashape", "vs", "vsb", "random", "fixed", "similarity", "predicted", "oracle")
 
 
@@ -18,7 +20,7 @@ def config(name: str, density: float):
 
     rule = name if name in ("topk", "ashape", "vs", "vsb") else "chunk"
     boundaries = name if name in ("similarity", "predicted") else "fixed"
-    return dhsa.DHSAConfig(bq=BQ, bk=BK, density=density, rule=rule, boundaries=boundaries, dense_last=0)
+    return dhsa.DHSAConfig(bq=BQ, bk=BK, density=density, rule=rule, boundaries=boundaries, dense_last=TAIL)
 
 
 def block_mass(q: Any, k: Any, scale: float) -> tuple[Any, Any]:
@@ -43,8 +45,9 @@ def block_mass(q: Any, k: Any, scale: float) -> tuple[Any, Any]:
 
 
 def lists(name: str, density: float, q: Any, k: Any, predictor: Any, layer: Any, scale: float, mass: Any = None):
-    """``BlockList`` of a rule, the same number of blocks T in every row of every rule (more only where forced).
+    """``BlockList`` of a rule: T blocks a row, and more where the rule forces more.
 
+    Forced are sink and diagonal by chunks ("fixed", "similarity", "predicted"), the first and last rows of vs and vsb.
     ``mass [B, H, nq, nk]`` is the true attention that "oracle" chooses by; computed where not given.
     """
     import jax
@@ -67,7 +70,8 @@ def lists(name: str, density: float, q: Any, k: Any, predictor: Any, layer: Any,
             value = jnp.broadcast_to(jnp.where(j == 0, jnp.inf, j * 1.0), shape)
         elif name == "random":
             value = jax.random.uniform(jax.random.fold_in(jax.random.key(0), layer), shape)
-            value = jnp.where((j == 0) | (j >= i * BQ // BK), jnp.inf, value)
+            # Its own blocks before the sink, where not all of them fit.
+            value = jnp.where(j >= i * BQ // BK, jnp.inf, jnp.where(j == 0, 2.0, value))
         else:
             mass = jax.vmap(lambda q, k: block_mass(q, k, scale)[0])(q, k) if mass is None else mass
             value = mass.reshape(batch, kv_heads, -1, rows, blocks).mean(2)
@@ -80,8 +84,11 @@ def lists(name: str, density: float, q: Any, k: Any, predictor: Any, layer: Any,
 
 @functools.lru_cache
 def attend(name: str, density: float, box: "Box | None" = None):
-    """Attention by a rule for prompts without padding; single tokens attend densely."""
+    """Attention by a rule for prompts without padding; the last ``TAIL`` queries and single tokens attend densely."""
+    import jax.numpy as jnp
+
     from jaxmeth.attention import dense
+    from jaxmeth.attention.dense import blocked
     from jaxmeth.kernels import block_attention
 
     def function(q, k, v, ctx, state):
@@ -91,7 +98,9 @@ def attend(name: str, density: float, box: "Box | None" = None):
         keys, values = k[:, :, :length], v[:, :, :length]
         chosen = lists(name, density, q, keys, box and box.params, ctx.layer, ctx.scale)
         out = block_attention(q, keys, values, chosen.idx, chosen.count, bq=BQ, bk=BK, scale=ctx.scale)
-        return out, state
+        start = max(0, length - TAIL)
+        tail, _ = blocked(q[:, :, start:], keys, values, start=start, scale=ctx.scale)
+        return jnp.concatenate([out[:, :, :start], tail], axis=2), state
 
     return dense if name == "dense" else function
 
@@ -126,6 +135,26 @@ def recall_tap(names: tuple[str, ...], densities: tuple[float, ...], box: Box | 
     return function
 
 
+def size_tap(names: tuple[str, ...], densities: tuple[float, ...], box: Box | None):
+    """Dense attention whose state is the number of blocks that each rule keeps, mean over rows, [density, rule]."""
+    import jax.numpy as jnp
+
+    from jaxmeth.attention import dense
+
+    def function(q, k, v, ctx, state):
+        out, _ = dense(q, k, v, ctx, None)
+        # Whatever the attention, the oracle keeps as many.
+        mass = jnp.zeros((1, q.shape[1], -(-q.shape[2] // BQ), -(-k.shape[2] // BK)))
+        kept = [
+            lists(n, d, q, k, box and box.params, ctx.layer, ctx.scale, mass).count.mean()
+            for d in densities
+            for n in names
+        ]
+        return out, jnp.stack(kept).reshape(len(densities), len(names))
+
+    return function
+
+
 def label_tap():
     """Dense attention whose state is the layer's head-concatenated keys and boundary ratios."""
     import jax.numpy as jnp
@@ -140,28 +169,24 @@ def label_tap():
     return function
 
 
-def prompt_costs(model, lengths: tuple[int, ...], density: float) -> list[dict[str, Any]]:
-    """Seconds of a whole-model prompt and megabytes of its temporary arrays, dense and by the default rule."""
+def prompt_costs(model, rules: tuple[str, ...], length: int, density: float, box: Box | None) -> list[dict[str, Any]]:
+    """Seconds of a whole-model prompt and megabytes of its temporary arrays, dense and by each rule but the oracle."""
     import jax
     import jax.numpy as jnp
 
     from jaxmeth import models
 
-    rows = []
-    for length in lengths:
-        tokens = jnp.ones((1, length), jnp.int32)
-        calls, memory = {}, {}
-        for name in ("dense", "fixed"):
-            function = attend(name, density)
-            hidden = jax.jit(lambda p, t, f=function: models.apply(p, model.cfg, t, attend=f).hidden)
-            calls[name] = hidden.lower(model.params, tokens).compile()
-            memory[name] = calls[name].memory_analysis().temp_size_in_bytes / 2**20
-        runs = {n: (lambda f=f, t=tokens: jax.block_until_ready(f(model.params, t))) for n, f in calls.items()}
-        taken = interleaved(runs, 3)
-        gain = float(np.median(taken["dense"] / taken["fixed"]))
-        rows += [
-            {"rule": name, "tokens": length, "seconds": float(np.median(seconds)), "temporary MB": memory[name],
-             "faster than dense": gain if name == "fixed" else 1.0}
-            for name, seconds in taken.items()
-        ]  # fmt: skip
-    return rows
+    tokens = jnp.ones((1, length), jnp.int32)
+    calls, memory = {}, {}
+    for name in ("dense", *(n for n in rules if n != "oracle")):
+        function = attend(name, density, box)
+        hidden = jax.jit(lambda p, t, f=function: models.apply(p, model.cfg, t, attend=f).hidden)
+        calls[name] = hidden.lower(model.params, tokens).compile()
+        memory[name] = calls[name].memory_analysis().temp_size_in_bytes / 2**20
+    runs = {n: (lambda f=f: jax.block_until_ready(f(model.params, tokens))) for n, f in calls.items()}
+    taken = interleaved(runs, 3)
+    return [
+        {"rule": name, "tokens": length, "seconds": float(np.median(seconds)), "temporary MB": memory[name],
+         "faster than dense": float(np.median(taken["dense"] / seconds))}
+        for name, seconds in taken.items()
+    ]  # fmt: skip

@@ -19,6 +19,14 @@ def as_float(x: Any) -> Array:
     return x.astype(jnp.result_type(jnp.float32, x.dtype))
 
 
+def as_array(name: str, x: Any) -> Array:
+    """Lists become arrays; what cannot become one is refused by name."""
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}: found {x!r}, expected an array of numbers") from error
+
+
 def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
     allowed = tuple(allowed)
     if value not in allowed:
@@ -29,10 +37,14 @@ def check_number(name: str, value: Any, low: float, high: float = np.inf, *, abo
     """Raise unless ``low <= value <= high`` (``low < value`` with ``above``); a traced value passes, unread."""
     if not is_concrete(value):
         return
-    inside = (low < float(value) if above else low <= float(value)) and float(value) <= high
-    if not inside:
+    try:
+        number = float("nan") if isinstance(value, str | bytes) or np.ndim(value) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = float("nan")
+    if not ((low < number if above else low <= number) and number <= high):
         bound = f"{'above' if above else 'at least'} {low:g}" + ("" if np.isinf(high) else f" and at most {high:g}")
-        raise ConfigError(f"{name}: found {value}, expected a number {bound}")
+        shown = repr(value) if isinstance(value, str) else value
+        raise ConfigError(f"{name}: found {shown}, expected a number {bound}")
 
 
 def check_shape(name: str, array: Array, expected: tuple[int, ...], of: str) -> None:
@@ -69,14 +81,16 @@ class Groups:
         return per_group[:, None] if self.ids is None else per_group[self.ids]
 
 
-def groups_of(rewards: Array, group_ids: Array | None, num_groups: int | None) -> Groups:
+def groups_of(rewards: Any, group_ids: Any, num_groups: int | None) -> Groups:
     """The groups of rewards [P, G], or of rewards [N] with ids."""
+    rewards = as_array("rewards", rewards)
     if group_ids is None:
         if rewards.ndim != 2:
             raise ConfigError(f"rewards: found shape {rewards.shape}, expected [P, G], or [N] together with group_ids")
         return Groups(None, rewards.shape[0])
     if rewards.ndim != 1:
         raise ConfigError(f"rewards: found shape {rewards.shape}, expected [N] together with group_ids")
+    group_ids = as_array("group_ids", group_ids)
     check_shape("group_ids", group_ids, rewards.shape, "rewards")
     if num_groups is None:
         raise ConfigError("num_groups: found None, expected the number of groups together with group_ids")
@@ -87,9 +101,11 @@ def groups_of(rewards: Array, group_ids: Array | None, num_groups: int | None) -
     return Groups(group_ids, num_groups)
 
 
-def usable(rewards: Array, valid: Array | None) -> tuple[Array, Array]:
+def usable(rewards: Any, valid: Any) -> tuple[Array, Array]:
     """Constant rewards with 0 where unusable, and what is usable: valid and finite."""
+    rewards = as_array("rewards", rewards)
     if valid is not None:
+        valid = as_array("valid", valid)
         check_shape("valid", valid, rewards.shape, "rewards")
     return _usable(rewards, valid)
 

@@ -8,19 +8,21 @@ The seam is ``(rewards [P, G], valid [P, G]) -> advantages [P, G]``. Every funct
 * A group of equal rewards gets exactly 0, whatever rounding does to its mean.
 * Rewards up to 1e30 neither overflow nor lose the difference between them; bfloat16 and integers become float32.
 * The result is a constant: no gradient flows into the rewards.
+* Lists of numbers are taken as arrays.
 * ConfigError where shapes disagree, ``group_ids`` lie outside 0 .. num_groups-1, or one of the two is missing.
 
 Reference: Z. Shao et al., "DeepSeekMath" (GRPO), arXiv 2402.03300; Z. Liu et al., "Understanding R1-Zero-like
 training" (Dr. GRPO), arXiv 2503.20783; A. Ahmadian et al., "Back to basics" (RLOO), arXiv 2402.14740.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxmeth.rl._common import Groups, check_number, groups_of, usable
+from jaxmeth.types import is_concrete, whole_number
 
 Rewards = Num[Array, "*rollouts"]
 Valid = Num[Array, "*other"] | Bool[Array, "*other"] | None
@@ -51,7 +53,7 @@ class Centred(NamedTuple):
     groups: Groups
 
 
-def centre(rewards: Array, valid: Array | None, group_ids: Array | None, num_groups: int | None) -> Centred:
+def centre(rewards: Any, valid: Any, group_ids: Any, num_groups: int | None) -> Centred:
     """The beginning of every advantage."""
     return _centre(*usable(rewards, valid), groups_of(rewards, group_ids, num_groups))
 
@@ -76,8 +78,9 @@ def _power_of_two(magnitude: Array) -> Array:
     return jax.lax.reduce_precision(bounded, info.bits - info.nmant - 1, 0)
 
 
-def standard_deviation(c: Centred, ddof: int) -> Array:
-    check_number("ddof", ddof, 0)
+def standard_deviation(c: Centred, ddof: Any) -> Array:
+    if is_concrete(ddof):
+        whole_number("ddof", ddof, 0)
     return _standard_deviation(c, ddof)
 
 
@@ -121,7 +124,7 @@ def adv_grpo(
 
     Args:
       eps: at least 0.
-      ddof: 1 in all public code (s with n - 1); 0 is the population value that papers print.
+      ddof: a whole number; 1 in all public code (s with n - 1), 0 is the population value that papers print.
     """
     check_number("eps", eps, 0)
     c = centre(rewards, valid, group_ids, num_groups)

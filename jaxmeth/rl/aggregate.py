@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from jaxmeth.rl._common import as_float, check_choice, check_number, check_shape
-from jaxmeth.types import ConfigError
+from jaxmeth.rl._common import as_float, check_choice, check_number, check_shape, extremes
+from jaxmeth.types import ConfigError, is_concrete
 
 MODES = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum_norm", "group_token_mean")
 
@@ -28,6 +28,10 @@ def _check(mask: Array, mode: str, group_ids: Array | None) -> None:
         if group_ids is None:
             raise ConfigError("group_ids: found None, expected the group of each row with mode 'group_token_mean'")
         check_shape("group_ids", group_ids, mask.shape[:1], "the rows of mask")
+        if is_concrete(group_ids) and group_ids.size:
+            low, high = extremes(group_ids)
+            if low < 0 or high >= group_ids.size:
+                raise ConfigError(f"group_ids: found {low} to {high}, expected 0 to {group_ids.size - 1}, one a row")
 
 
 def _per_group(x: Array, group_ids: Array) -> Array:
@@ -102,12 +106,13 @@ def aggregate(
       mask: [N, T], nonzero = counts.
       count_empty_rows: for seq_mean_token_mean (and groups without a token): whether an empty one counts as 0 in the
         mean (TRL) or not at all (verl, tunix).
-      denominator: replaces the outermost divisor.
+      denominator: replaces the outermost divisor; above 0, or 0 where nothing is unmasked.
       max_len: a constant of the run, not the padded length of this batch.
       group_ids: int[N] in 0 .. N-1, for group_token_mean.
 
     Raises:
-      ConfigError: an unknown mode, unequal shapes, max_len or group_ids missing where the mode needs them.
+      ConfigError: an unknown mode, unequal shapes, max_len or group_ids missing where the mode needs them; readable
+        group_ids out of range, or a readable denominator that is NaN, negative, or 0 with something to divide.
     """
     check_shape("mask", mask, x.shape, "x")
     _check(mask, mode, group_ids)
@@ -117,6 +122,9 @@ def aggregate(
         denominator = aggregate_denominator(
             mask, mode, count_empty_rows=count_empty_rows, max_len=max_len, group_ids=group_ids
         )
+    else:
+        nothing = is_concrete(mask) and not mask.any()
+        check_number("denominator", denominator, 0, above=not nothing)
     if mode == "seq_mean_token_mean":
         total = _over(x.sum(1), mask.sum(1)).sum()
     elif mode == "group_token_mean":

@@ -38,6 +38,7 @@ from jaxtyping import Array, ArrayLike, Float, Num
 
 from jaxmeth.rl._common import as_float, check_choice, check_number
 from jaxmeth.rl.advantages import Advantages, GroupIds, Rewards, Valid, centre
+from jaxmeth.types import ConfigError, is_concrete
 
 WEIGHTS = ("rloo", "dr_grpo", "grpo", "linear_r", "sqrt_r", "uniform_r", "plateau_r")
 CLOCKS = ("regular", "effective")
@@ -67,8 +68,12 @@ def effective_weight(
     """e(p) = w(p) p (1-p) of the table, for p in [0, 1]; value and gradient are finite at both ends.
 
     Raises:
-      ConfigError: an unknown name, tau outside [0, 1].
+      ConfigError: an unknown name, tau outside [0, 1], a readable p outside [0, 1] or NaN.
     """
+    if is_concrete(p) and p.size:
+        low, high = float(np.min(p)), float(np.max(p))
+        if not (low >= 0 and high <= 1):
+            raise ConfigError(f"p: found {low:g} to {high:g}, expected rates in [0, 1]")
     p = as_float(p)
     if callable(name_or_fn):
         return name_or_fn(p)
@@ -125,10 +130,12 @@ def adv_prompt_weighted(
       The shape of rewards; 0 at unusable rollouts (invalid, NaN or infinite reward) and in prompts without any other.
 
     Raises:
-      ConfigError: an unknown weight or zero_success, tau outside [0, 1], ddof other than 0 and 1, unequal shapes.
+      ConfigError: an unknown weight or zero_success, tau outside [0, 1], ddof other than 0 and 1, unequal shapes, a
+        zero_success_scale that is negative, NaN or infinite.
     """
     check_choice("zero_success", zero_success, ("keep", "drop"))
     check_number("ddof", ddof, 0, 1)
+    check_number("zero_success_scale", zero_success_scale, 0, float(np.finfo(np.float32).max))
     c = centre(rewards, valid, group_ids, num_groups)
     groups, r, n = c.groups, c.rewards, c.n
     p = jnp.clip(c.mean * c.scale, 0, 1)
@@ -174,7 +181,8 @@ def as_prompt_weight(weight: Effective = "linear_r", *, tau: float = 0.5) -> Pro
     """w(p) as a prompt weight of the core, to multiply ``adv_dr_grpo`` (or ``adv_rloo``: a factor n/(n-1) more).
 
     Equal to :func:`adv_prompt_weighted` for 0 < p < 1; all-wrong and all-right prompts, where r - mean is 0, stay 0.
-    On ``adv_grpo`` it would scale twice, which ``PolicyLoss`` refuses.
+    On ``adv_grpo``, or on ``adv_prompt_weighted`` with a weight of its own, it would scale twice, which ``PolicyLoss``
+    refuses.
 
     Raises:
       ConfigError: an unknown name, tau outside [0, 1].
@@ -213,7 +221,8 @@ def _integral(integrand: Callable[[Array], Array], p0: ArrayLike, p1: ArrayLike)
     at = ((np.arange(_PANELS)[:, None] + 0.5 + 0.5 * x[None]) / _PANELS).reshape(-1)
     weight = np.tile(weight / (2 * _PANELS), _PANELS)
     theta = low + (high - low) * jnp.asarray(at, dtype)
-    p = jnp.square(jnp.sin(theta))
+    # Near 1 a square may round to 1, where weights are 0/0.
+    p = jnp.minimum(jnp.square(jnp.sin(theta)), 1 - jnp.finfo(dtype).epsneg)
     return (high - low) * (integrand(p, jnp.sin(theta) * jnp.cos(theta)) * jnp.asarray(weight, dtype)).sum()
 
 
@@ -278,15 +287,18 @@ def time_to_target(
 
     Args:
       w_fn: a name of the table, or w(p) (not e(p)); its scale does not matter.
-      p0, p1: in (0, 1), where the weight is positive.
+      p0, p1: in (0, 1), where the weight is positive. (At 1 most weights never arrive.)
 
     Returns:
-      A scalar, at least :func:`optimal_time`; quadrature error below 1e-7 of it in float64.
+      A scalar, at least :func:`optimal_time`; for smooth weights the quadrature error is below 1e-7 of it in float64.
 
     Raises:
-      ConfigError: see :func:`optimal_time`; an unknown weight.
+      ConfigError: rates outside (0, 1), a budget that is not positive, an unknown clock or weight.
     """
     _check_rates(p0, p1, budget)
+    for name, rate in (("p0", p0), ("p1", p1)):
+        if is_concrete(rate) and not rate < 1:
+            raise ConfigError(f"{name}: found {rate}, expected a rate below 1")
 
     def weight(p: Array) -> Array:
         return w_fn(p) if callable(w_fn) else effective_weight(w_fn, p, tau=tau) / (p * (1 - p))

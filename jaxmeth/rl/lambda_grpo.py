@@ -15,14 +15,14 @@ coli-saar/grpo-prm. Not the "lambda-GRPO" of arXiv 2510.06870, nor GRPO-lambda, 
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from jaxmeth.rl._common import as_float, check_choice, check_number, check_shape, usable
-from jaxmeth.types import ConfigError
+from jaxmeth.rl._common import as_float, check_choice, check_shape, usable
+from jaxmeth.types import ConfigError, whole_number
 
 METHODS = ("pairwise", "scan", "hash")
 # Tokens compared at once.
@@ -72,10 +72,10 @@ def _align(tokens: Array, alive: Array) -> _Rows:
     return _Rows(jax.lax.cond(settled, lambda tokens: tokens, move, tokens), lengths, alive, settled)
 
 
-def _check_groups(tokens: Array, group_size: int | None) -> None:
+def _check_groups(tokens: Array, group_size: Any) -> None:
     if group_size is None:
         raise ConfigError("group_size: found None, expected the number of rollouts of a prompt")
-    check_number("group_size", group_size, 1)
+    whole_number("group_size", group_size, 1)
     if tokens.shape[0] % group_size:
         raise ConfigError(f"group_size: found {group_size}, expected a divisor of the {tokens.shape[0]} rows")
 
@@ -163,6 +163,8 @@ def process_set_size(
 ) -> Int[Array, "N T"]:
     """|L(i,t)|: how many rollouts of the group share the prefix up to and including token t; 0 at padding.
 
+    Of no tokens (T = 0, or no rows) the result is empty.
+
     Args:
       tokens: completions, after the prompt, prompt-major; what padding holds does not matter.
       alive: [N, T], nonzero = a real token. What is not real is skipped, wherever it stands.
@@ -173,7 +175,8 @@ def process_set_size(
       group_ids: int[N], for ragged groups (``group_size`` None): always by ``hash``.
 
     Raises:
-      ConfigError: an unknown method, unequal shapes, a group_size that is not positive or does not divide N.
+      ConfigError: an unknown method, unequal shapes, a group_size that is not a whole number of at least 1 or does not
+        divide N.
     """
     check_choice("method", method, METHODS)
     alive = _check_alive(tokens, alive)
@@ -187,6 +190,8 @@ def process_set_size(
 
 @partial(jax.jit, static_argnames=("group_size", "method"))
 def _count(tokens: Array, alive: Array, ids: Array | None, group_size: int | None, method: str) -> Array:
+    if not tokens.size:
+        return jnp.zeros(tokens.shape, jnp.int32)
     rows = _align(tokens, alive)
     if method == "hash":
         return rows.back(_hash(rows, ids))
@@ -223,6 +228,8 @@ def process_rewards(
     Raises:
       ConfigError: see :func:`process_set_size`.
     """
+    if rewards.ndim != 2:
+        raise ConfigError(f"rewards: found shape {rewards.shape}, expected [P, G]")
     group_size = rewards.shape[1]
     _check_groups(tokens, group_size)
     if rewards.size != tokens.shape[0]:
@@ -232,6 +239,8 @@ def process_rewards(
 
 @jax.jit
 def _mean_reward(tokens: Array, alive: Array, r: Array, ok: Array) -> Array:
+    if not tokens.size:
+        return jnp.zeros(tokens.shape, r.dtype)
     rows = _align(tokens, alive)
     member = _shared_length(rows, r.shape[1])[..., None] > jnp.arange(tokens.shape[1])[None, None, None]
     counted = member & ok[:, None, :, None]
@@ -256,7 +265,7 @@ def _tree(size: Array, alive: Array) -> dict[str, Array]:
     # The sets of a rollout are nested: the set changes exactly where its size does.
     rows = _align(size, alive)
     by_position = rows.tokens
-    before = jnp.pad(by_position[:, :-1], ((0, 0), (1, 0)))
+    before = jnp.pad(by_position, ((0, 0), (1, 0)))[:, :-1]
     starts = rows.back(jnp.where(by_position != before, 1, 0))
     count = jnp.maximum(real.sum(), 1)
     n_steps, prefixes = (weight * starts).sum(), weight.sum()

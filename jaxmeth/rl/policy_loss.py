@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from jaxmeth.rl._common import as_float, check_choice, check_number, check_shape, usable
 from jaxmeth.rl.advantages import adv_batch_std, adv_grpo
 from jaxmeth.rl.aggregate import MODES, aggregate, aggregate_denominator
-from jaxmeth.rl.asymmetric import PromptWeight
+from jaxmeth.rl.asymmetric import PromptWeight, adv_prompt_weighted
 from jaxmeth.rl.ratios import KL_KINDS, gmpo, gspo, gspo_token, kl, ppo_clip, safe_exp
 from jaxmeth.types import ConfigError
 
@@ -65,6 +65,14 @@ def _function(part: Any) -> Any:
     return _function(part.func) if isinstance(part, partial) else part
 
 
+def _scales(advantage: Any) -> bool:
+    """Whether an advantage of the library is more than r - m times a constant of the prompt's size."""
+    if _function(advantage) is adv_prompt_weighted:
+        bound = advantage.keywords if isinstance(advantage, partial) else {}
+        return bound.get("weight") not in ("rloo", "dr_grpo")
+    return _function(advantage) in (adv_grpo, adv_batch_std)
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
     """A policy loss made of independent choices; call it with ``(logp, batch)`` to get ``(loss, metrics)``.
@@ -98,7 +106,8 @@ class PolicyLoss:
     Raises:
       ConfigError: an unknown name; beta negative or NaN; ``normalise="weights"`` without token_mean; max_len missing
         for token_sum_norm; a token weight on a sequence-level ratio (undefined); a prompt weight of
-        :func:`jaxmeth.rl.as_prompt_weight` on an advantage that has divided by the standard deviation. When called:
+        :func:`jaxmeth.rl.as_prompt_weight` on an advantage that is scaled already (divided by the standard deviation,
+        or :func:`jaxmeth.rl.adv_prompt_weighted` with a weight other than ``rloo`` and ``dr_grpo``). When called:
         shapes that disagree, a group size that does not divide the batch, logp_ref or tokens missing.
     """
 
@@ -137,10 +146,10 @@ class PolicyLoss:
             raise ConfigError(
                 f"token_weight: found one with ratio {_function(self.ratio).__name__}, expected a ratio of tokens"
             )
-        if isinstance(self.prompt_weight, PromptWeight) and _function(self.advantage) in (adv_grpo, adv_batch_std):
+        if isinstance(_function(self.prompt_weight), PromptWeight) and _scales(self.advantage):
             raise ConfigError(
-                f"prompt_weight: found {self.prompt_weight.weight!r} on {_function(self.advantage).__name__}, which "
-                "scales already; expected advantage adv_dr_grpo or adv_rloo"
+                f"prompt_weight: found {_function(self.prompt_weight).weight!r} on {_function(self.advantage).__name__}"
+                ", which scales already; expected advantage adv_dr_grpo or adv_rloo"
             )
 
     def denominator(self, batch: RolloutBatch) -> Float[Array, ""]:
@@ -170,7 +179,8 @@ class PolicyLoss:
         surrogate = self.ratio(logp, batch.logp_old, adv, mask)
         weight = self._token_weight(batch, groups)
         if denominator is None:
-            denominator = self._divisor(mask, weight if self.normalise == "weights" else None, groups)
+            divisor = self._divisor(mask, weight if self.normalise == "weights" else None, groups)
+            denominator = jnp.where(divisor > 0, divisor, 1)
         reduce = partial(
             aggregate, mask=mask, mode=self.aggregation, denominator=denominator, max_len=self.max_len,
             count_empty_rows=self.count_empty_rows, group_ids=self._aggregation_ids(groups),

@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxmeth.rl._common import as_float, check_choice, check_number, check_shape, extremes
-from jaxmeth.types import ConfigError, is_concrete
+from jaxmeth.types import ConfigError, is_concrete, whole_number
 
 # Equal shares and scores round differently.
 _TIE = 1e-6
@@ -58,16 +58,19 @@ class Ensemble(NamedTuple):
     reward: Float[Array, "K n"]
 
 
-def _check_ids(answers: Array, num_answers: int) -> None:
-    check_number("num_answers", num_answers, 1)
+def _check_ids(answers: Array, num_answers: Any) -> None:
+    whole_number("num_answers", num_answers, 1)
     if is_concrete(answers) and answers.size:
         low, high = extremes(answers)
         if low < -1 or high >= num_answers:
             raise ConfigError(f"answers: found ids {low} to {high}, expected -1 to {num_answers - 1}")
 
 
-def _check_answers(answers: Array, valid: Array | None, num_answers: int | None = None) -> Array:
+def _check_answers(answers: Array, valid: Array | None, num_answers: Any = None) -> Array:
     """The checks that all functions on one prompt's votes share; returns validity as bool."""
+    if answers.ndim != 2 or not jnp.issubdtype(answers.dtype, jnp.integer):
+        found = f"{answers.dtype}{list(answers.shape)}"
+        raise ConfigError(f"answers: found {found}, expected integer ids [K, n] of one prompt")
     if answers.shape[0] == 0:
         raise ConfigError("answers: found 0 models (K), expected at least 1")
     if num_answers is not None:
@@ -115,6 +118,7 @@ def ensemble_reward(
       num_answers: static A >= 1.
       gamma: at least 0.
       alpha_fn: ``(confidence, disagreement) -> alpha``; 1 gives TTRL's majority reward (K = 1), 0 the frequency reward.
+        Clipped to [0, 1]; NaN counts as 0.
       cross: an extension: judge model m by the mean share of the *other* active models, which removes self-votes
         (pooled where there is no other). majority, conf, disagreement and alpha stay pooled.
 
@@ -122,7 +126,8 @@ def ensemble_reward(
       :class:`Ensemble`. Nothing valid: all zeros and majority -1.
 
     Raises:
-      ConfigError: no models (K = 0), num_answers below 1, ids out of range, unequal shapes, gamma negative or NaN.
+      ConfigError: answers that are not integers [K, n], no models (K = 0), num_answers not a whole number of at least
+        1, ids out of range, unequal shapes, gamma negative or NaN.
     """
     ok = _check_answers(answers, valid, num_answers)
     check_number("gamma", gamma, 0)
@@ -150,7 +155,8 @@ def _vote(
     divergence = (_entropy(fbar) - own) / jnp.log(jnp.where(several, num_active, 2).astype(dtype))
     disagreement = jnp.where(several, jnp.clip(divergence, 0, 1), 0)
     alpha = conf**gamma * (1 - disagreement) if alpha_fn is None else alpha_fn(conf, disagreement)
-    alpha = jnp.clip(jnp.asarray(alpha, dtype), 0, 1)
+    alpha = jnp.asarray(alpha, dtype)
+    alpha = jnp.where(alpha > 0, jnp.minimum(alpha, 1), 0)
 
     judge = jnp.broadcast_to(fbar[None], freq.shape)
     if cross:
@@ -195,7 +201,7 @@ def select_rollouts(
       ConfigError: n_sel below 1, q_min outside [0, 1/2], kappa negative or NaN, unequal shapes, no models.
     """
     ok = _check_answers(answers, valid)
-    check_number("n_sel", n_sel, 1)
+    whole_number("n_sel", n_sel, 1)
     check_number("q_min", q_min, 0, 0.5)
     check_number("kappa", kappa, 0)
     check_shape("ens.reward", ens.reward, answers.shape, "answers")
@@ -373,21 +379,31 @@ def _bias(reward: Array, right: Array, confidence: Array, ok: Array, selfbias_ki
 
 
 def _normal(text: str) -> str:
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).rstrip(".")
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).rstrip(". ")
 
 
 def cluster_answers(answers: Sequence[Any]) -> Int[np.ndarray, "..."]:
     """Ids of equal final answers, in order of first appearance; on the host.
 
-    Equal = the same string after Unicode normalisation (NFKC), without case, runs of white space and a final full stop.
+    Equal = the same string after Unicode normalisation (NFKC), without case, with runs of white space as one space, and
+    without white space at either end and full stops at the end ("a", "A.", "a ..." are equal).
 
     Args:
       answers: strings, or nested lists of them of one shape ([K, n]); None or an empty answer is unparseable.
 
     Returns:
       int32 of that shape, -1 where unparseable.
+
+    Raises:
+      ConfigError: something other than strings and None, lists of unequal length included.
     """
-    table = np.array(answers, dtype=object)
+    try:
+        table = np.array(answers, dtype=object)
+    except ValueError as error:  # some unequal lists NumPy refuses itself
+        raise ConfigError(f"answers: found {answers!r}, expected lists of one shape") from error
+    for answer in table.reshape(-1):
+        if not (answer is None or isinstance(answer, str)):
+            raise ConfigError(f"answers: found {answer!r}, expected a string or None, in lists of one shape")
     seen: dict[str, int] = {}
     ids = [-1 if a is None or not _normal(a) else seen.setdefault(_normal(a), len(seen)) for a in table.reshape(-1)]
     return np.array(ids, np.int32).reshape(table.shape)

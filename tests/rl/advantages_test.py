@@ -1,5 +1,6 @@
 """Advantages against TRL and verl, their invariants, and groups at the edges (fault cases 26, 30, 31)."""
 
+import inspect
 from functools import partial
 
 import jax
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmeth import rl
+from jaxmeth.rl._common import check_number
 from jaxmeth.types import ConfigError
 
 FILES = ["binary_p4g4t7", "real_p4g6t9_awkward"]
@@ -23,6 +25,7 @@ REFERENCE = {
     "adv_verl_rloo": rl.adv_rloo,
 }
 ALL = [rl.adv_grpo, rl.adv_dr_grpo, rl.adv_rloo, rl.adv_batch_std, rl.adv_reinforce]
+raw = inspect.unwrap(rl.adv_grpo)  # without the checks of annotations that only the tests have
 CENTRED = ALL[:3]
 P, G = 4, 6  # one shape in the hand-made cases
 
@@ -165,6 +168,21 @@ def test_filter_of_dapo():
     np.testing.assert_array_equal(rl.group_filter(rewards, valid), [False, False, True, False, False])
 
 
+def test_lists_are_arrays():
+    array = jnp.asarray([[0.0, 1.0, 3.0]])
+    np.testing.assert_array_equal(raw([[0, 1, 3]], [[1, 1, 0]]), rl.adv_grpo(array, jnp.asarray([[1, 1, 0]])))
+    np.testing.assert_allclose(raw([0, 1, 3], group_ids=[0] * 3, num_groups=1), rl.adv_grpo(array)[0], rtol=1e-6)
+    np.testing.assert_array_equal(inspect.unwrap(rl.rif_filter)([[0, 1], [0, 0]]).keep, [True, False])
+
+
+@pytest.mark.parametrize(
+    "value", [None, "0.5", b"1", [1.0], np.ones(1), {}, 1j, 10**400, np.nan], ids=lambda v: repr(v)[:9]
+)
+def test_what_is_no_number_is_refused_by_name(value):
+    with pytest.raises(ConfigError, match=r"^beta: found"):
+        check_number("beta", value, 0)
+
+
 @pytest.mark.parametrize(
     ("call", "field"),
     [
@@ -173,6 +191,9 @@ def test_filter_of_dapo():
         (lambda: rl.adv_grpo(jnp.ones((2, 3)), eps=-1.0), "eps"),
         (lambda: rl.adv_grpo(jnp.ones((2, 3)), eps=float("nan")), "eps"),
         (lambda: rl.group_stats(jnp.ones((2, 3)), ddof=-1), "ddof"),
+        (lambda: raw(jnp.ones((2, 3)), ddof=float("inf")), "ddof"),
+        (lambda: raw(jnp.ones((2, 3)), eps="0.1"), "eps"),
+        (lambda: raw([[0, 1], [1]]), "rewards"),
         (lambda: rl.adv_rloo(jnp.ones((2, 3)), group_ids=jnp.zeros(2, int), num_groups=1), "rewards"),
         (lambda: rl.adv_rloo(jnp.ones(3), group_ids=jnp.zeros(2, int), num_groups=1), "group_ids"),
         (lambda: rl.adv_rloo(jnp.ones(3), group_ids=jnp.zeros(3, int)), "num_groups"),

@@ -118,6 +118,11 @@ def test_weighted_denominator(made):
     )
 
 
+def test_parts_without_a_token_have_the_divisor_0(made):
+    x, mask = made
+    assert rl.aggregate(x, jnp.zeros_like(mask), denominator=0.0) == 0
+
+
 @pytest.mark.parametrize(
     ("call", "field"),
     [
@@ -129,6 +134,11 @@ def test_weighted_denominator(made):
         (lambda x, m: rl.aggregate(x, m, "group_token_mean", group_ids=IDS[1:]), "group_ids"),
         (lambda x, m: rl.aggregate_denominator(m, "token_sum_norm", max_len=3, weight=x), "weight"),
         (lambda x, m: rl.aggregate_denominator(m, weight=x[1:]), "weight"),
+        (lambda x, m: rl.aggregate(x[:2], m[:2], "group_token_mean", group_ids=jnp.asarray([7, 9])), "group_ids"),
+        (lambda x, m: rl.aggregate(x, m, "group_token_mean", group_ids=IDS - 1), "group_ids"),
+        (lambda x, m: rl.aggregate(x, m, denominator=float("nan")), "denominator"),
+        (lambda x, m: rl.aggregate(x, m, denominator=-1.0), "denominator"),
+        (lambda x, m: rl.aggregate(x, m, denominator=jnp.float32(0)), "denominator"),
     ],
 )
 def test_bad_input_names_the_field(made, call, field):

@@ -241,6 +241,13 @@ def test_any_clock(x64):
     assert rl.time_to_target("linear_r", 0.1, 0.9, 3.0, clock) > 1.1 * bound
 
 
+def test_just_below_one():
+    """The square of a sine rounds to 1 there."""
+    found = times(0.1, np.nextafter(np.float32(1), np.float32(0)), 1.0, clock="regular")
+    assert all(np.isfinite(time) for time in found.values())
+    np.testing.assert_allclose(found["grpo"], rl.optimal_time(0.1, 1.0), rtol=1e-3)
+
+
 def test_optimal_weights_are_grpo_and_sqrt():
     p = jnp.linspace(0.05, 0.95, 19)
     for clock, name in (("regular", "grpo"), ("effective", "sqrt_r")):
@@ -282,6 +289,13 @@ def test_logodds_step_at_the_ends():
         (lambda r: rl.time_to_target("grpo", 0.1, 0.5, 0.0), "budget"),
         (lambda r: rl.time_to_target("cubic", 0.1, 0.5), "weight"),
         (lambda r: rl.zero_success_warmup(3, -1), "steps"),
+        (lambda r: rl.adv_prompt_weighted(r, zero_success_scale=float("nan")), "zero_success_scale"),
+        (lambda r: rl.adv_prompt_weighted(r, zero_success_scale=-1.0), "zero_success_scale"),
+        (lambda r: rl.adv_prompt_weighted(r, zero_success_scale=float("inf")), "zero_success_scale"),
+        (lambda r: rl.time_to_target("grpo", 0.1, 1.0), "p1"),
+        (lambda r: rl.effective_weight("grpo", jnp.asarray([0.5, -1.0])), "p"),
+        (lambda r: rl.effective_weight("grpo", jnp.asarray(2.0)), "p"),
+        (lambda r: rl.effective_weight("grpo", jnp.asarray(jnp.nan)), "p"),
     ],
 )
 def test_bad_input_names_the_field(call, field):

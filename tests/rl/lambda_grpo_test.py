@@ -1,5 +1,6 @@
 """lambda-GRPO against the official code, its identities, and the three ways to count process sets."""
 
+import inspect
 from functools import partial
 
 import jax
@@ -153,6 +154,15 @@ def test_edges():
         assert f(same[:0], real[:0], G).shape == (0, T)
 
 
+def test_no_columns():
+    tokens, alive, ids = jnp.zeros((N, 0), int), jnp.zeros((N, 0)), jnp.zeros(N, int)
+    for method in METHODS:
+        assert rl.process_set_size(tokens, alive, G, method=method).shape == (N, 0)
+    assert rl.lambda_grpo_weight(tokens, alive, None, group_ids=ids).shape == (N, 0)
+    assert rl.process_rewards(jnp.ones((P, G)), tokens, alive).shape == (N, 0)
+    assert not any(rl.process_tree_stats(tokens, alive, G).values())
+
+
 def test_ragged_groups():
     tokens, alive = made(3)
     keep = np.asarray([0, 1, 2, 4, 8, 9, 11])
@@ -214,6 +224,8 @@ def test_tree_statistics():
         (lambda t, a: rl.process_set_size(t, a, 5), "group_size"),
         (lambda t, a: rl.process_set_size(t, a, 0), "group_size"),
         (lambda t, a: rl.process_set_size(t, a, None), "group_size"),
+        (lambda t, a: inspect.unwrap(rl.process_set_size)(t, a, 1.5), "group_size"),
+        (lambda t, a: inspect.unwrap(rl.process_rewards)(jnp.ones(N), t, a), "rewards"),
         (lambda t, a: rl.process_set_size(t, a, G, method="tree"), "method"),
         (lambda t, a: rl.process_set_size(t, a[:, 1:], G), "alive"),
         (lambda t, a: rl.lambda_grpo_weight(t, a, None, group_ids=jnp.zeros(3, int)), "group_ids"),

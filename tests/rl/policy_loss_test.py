@@ -16,6 +16,7 @@ from jaxmeth.types import ConfigError
 P, G, T = 8, 4, 6
 N = P * G
 
+LINEAR = rl.as_prompt_weight("linear_r")
 PLAIN = presets.grpo()
 # Between them every choice, each mode of aggregation and both ways to normalise.
 LOSSES = {
@@ -288,6 +289,7 @@ def test_huge_rewards(made):
         finite(every(logp, batch._replace(rewards=batch.rewards * scale)))
 
 
+LARGE = 25.0  # of a log-ratio: e^25 times 1e30 overflows
 EXTREME = {
     "unclamped": presets.rloo(ratio=partial(rl.ppo_clip, log_ratio_clamp=None)),
     "unclipped": presets.rloo(ratio=partial(rl.ppo_clip, eps_low=np.inf)),
@@ -306,11 +308,11 @@ def test_huge_rewards_and_huge_ratios():
     logp, mask = -jnp.ones((4, 3)), jnp.ones((4, 3), bool)
     rewards = jnp.asarray([[1e30, -1e30, 0, 0]])
     run = jax.jit(partial(values, EXTREME))
-    for d in (25.0, -25.0, 1e4, -1e4, 25 * (-1.0) ** jnp.arange(3)[None]):
+    for d in (LARGE, -LARGE, 1e4, -1e4, LARGE * (-1.0) ** jnp.arange(3)[None]):
         found = finite(run(logp, rl.RolloutBatch(rewards, None, None, mask, logp - d, logp + 1e4)))
         assert np.abs(found["reinforce"][1]).max() > 1e28
-        if np.all(d > 0):
-            assert np.abs(found["rloo"][1]).max() > 1e28
+        if d is LARGE:
+            assert np.abs(found["unclamped"][1]).max() > 1e28
 
 
 def test_filter_takes_groups_out_of_the_divisor(made):
@@ -340,6 +342,24 @@ def test_left_out_rollouts_are_in_no_process_set(made):
     assert metrics["tokens"] == P * (G - 1) * T
 
 
+def test_no_columns(made):
+    """T = 0: nothing to learn from, whatever the parts."""
+    logp, batch = made
+    narrow = {k: getattr(batch, k)[:, :0] for k in ("tokens", "mask", "logp_old", "logp_ref", "alive")}
+    loss, grad = jax.value_and_grad(LOSSES["lambda, weights"], has_aux=True)(logp[:, :0], batch._replace(**narrow))
+    assert loss[0] == 0
+    assert grad.shape == (N, 0)
+
+
+def test_weights_that_do_not_scale_take_a_prompt_weight(made):
+    logp, batch = made
+    plain = partial(rl.adv_prompt_weighted, weight="rloo")
+    found, expected = (
+        rl.make_policy_loss(advantage=a, prompt_weight=LINEAR)(logp, batch)[0] for a in (plain, rl.adv_dr_grpo)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 # --- wrong input -----------------------------------------------------------------------------------------------------
 
 
@@ -359,6 +379,9 @@ def test_left_out_rollouts_are_in_no_process_set(made):
         ({"token_weight": "lambda"}, "token_weight"),
         ({"token_weight": rl.lambda_grpo_weight, "ratio": partial(rl.gspo, eps_low=0.1)}, "token_weight"),
         ({"prompt_weight": rl.as_prompt_weight("grpo")}, "prompt_weight"),
+        ({"prompt_weight": LINEAR, "advantage": rl.adv_prompt_weighted}, "prompt_weight"),
+        ({"prompt_weight": LINEAR, "advantage": partial(rl.adv_prompt_weighted, weight="grpo")}, "prompt_weight"),
+        ({"prompt_weight": LINEAR, "advantage": partial(rl.adv_prompt_weighted, weight=abs)}, "prompt_weight"),
     ],
 )
 def test_wrong_parts(parts, field):

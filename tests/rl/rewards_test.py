@@ -1,5 +1,7 @@
 """Verifiers: what they score, and what they stumble over."""
 
+import inspect
+
 import numpy as np
 import pytest
 
@@ -38,7 +40,18 @@ def test_nothing_to_score():
     assert rl.verify(exact, [[], []], [1, 2])[0].shape == (2, 0)
 
 
+def test_iterators_are_read():
+    found = rl.verify(exact, (iter(group) for group in (["1", "2"], ["3", "3"])), iter([1, 3]))[0]
+    np.testing.assert_array_equal(found, [[1, 0], [1, 1]])
+
+
 def test_bad_input_names_the_field():
+    verify = inspect.unwrap(rl.verify)
+    for answers in ([["1"], None], 3, [1, 2]):
+        with pytest.raises(ConfigError, match=r"^answers: found"):
+            verify(exact, answers, [1, 2])
+    with pytest.raises(ConfigError, match=r"^references: found"):
+        verify(exact, [["1"]], 1)
     with pytest.raises(ConfigError, match=r"^references: found 1"):
         rl.verify(exact, [["1"], ["2"]], [1])
     with pytest.raises(ConfigError, match=r"^answers: found"):

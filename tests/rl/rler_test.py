@@ -1,5 +1,6 @@
 """RLER against stored values of its reconstruction, its invariants, and votes at the edges."""
 
+import inspect
 from functools import partial
 
 import jax
@@ -33,6 +34,8 @@ def vote(answers, valid, num_answers, n_sel, cross):
 everything = compiled(vote, static_argnames=("num_answers", "n_sel", "cross"))
 
 
+# Without the checks of annotations that only the tests have.
+raw = inspect.unwrap(rl.ensemble_reward)
 metrics = compiled(rl.bias_metrics, static_argnames="selfbias_kind")
 
 
@@ -244,12 +247,32 @@ def test_clusters():
     np.testing.assert_array_equal(found, [[0, 0, 1], [-1, 1, -1]])
     assert found.dtype == np.int32
     np.testing.assert_array_equal(rl.cluster_answers(["x²", "x2", "y"]), [0, 0, 1])
+    np.testing.assert_array_equal(rl.cluster_answers(["3", "3...", "3 .", "3. .", ".3", ". ."]), [0, 0, 0, 0, 1, -1])
     assert rl.cluster_answers([]).shape == (0,)
+
+
+@pytest.mark.parametrize("answers", [[["a", "b"], ["c"]], [1, 2], [[["a"]], [["b"], ["c"]]], ["a", b"a"]], ids=str)
+def test_clusters_of_no_strings(answers):
+    with pytest.raises(ConfigError, match=r"^answers: found"):
+        rl.cluster_answers(answers)
+
+
+def test_alpha_that_is_no_number():
+    """Clipped to [0, 1]; NaN counts as 0, the soft reward."""
+    answers = jnp.asarray([[0, 0, 0, 1, 1, 2]] * K)
+    for alpha, expected in ((np.nan, 0), (np.inf, 1), (-3.0, 0), (0.25, 0.25)):
+        ens = rl.ensemble_reward(answers, None, A, alpha_fn=lambda c, d, alpha=alpha: alpha)
+        assert ens.alpha == expected
+        np.testing.assert_allclose(ens.reward, expected * ens.hard + (1 - expected) * ens.soft)
 
 
 @pytest.mark.parametrize(
     ("call", "field"),
     [
+        (lambda a, v: raw(a[0], None, A), "answers"),
+        (lambda a, v: raw(a[None], None, A), "answers"),
+        (lambda a, v: raw(a.astype(float), None, A), "answers"),
+        (lambda a, v: raw(a, v, 4.5), "num_answers"),
         (lambda a, v: rl.ensemble_reward(a[:0], v[:0], A), "answers"),
         (lambda a, v: rl.ensemble_reward(a, v, 0), "num_answers"),
         (lambda a, v: rl.ensemble_reward(a.at[0, 0].set(A), v, A), "answers"),
