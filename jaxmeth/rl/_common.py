@@ -20,9 +20,9 @@ def as_float(x: Any) -> Array:
 
 
 def as_array(name: str, x: Any) -> Array:
-    """Lists become arrays; what cannot become one is refused by name."""
+    """Lists become arrays; what cannot become one is refused by name. NumPy's stay: ``jit`` can read those."""
     try:
-        return jnp.asarray(x)
+        return x if hasattr(x, "dtype") else jnp.asarray(x)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name}: found {x!r}, expected an array of numbers") from error
 

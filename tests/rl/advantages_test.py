@@ -168,6 +168,11 @@ def test_filter_of_dapo():
     np.testing.assert_array_equal(rl.group_filter(rewards, valid), [False, False, True, False, False])
 
 
+def test_ids_known_while_tracing():
+    with pytest.raises(ConfigError, match=r"^group_ids: found 0 to 5"):
+        jax.jit(lambda r: inspect.unwrap(rl.adv_rloo)(r, group_ids=np.asarray([0, 5]), num_groups=2))(jnp.ones(2))
+
+
 def test_lists_are_arrays():
     array = jnp.asarray([[0.0, 1.0, 3.0]])
     np.testing.assert_array_equal(raw([[0, 1, 3]], [[1, 1, 0]]), rl.adv_grpo(array, jnp.asarray([[1, 1, 0]])))
