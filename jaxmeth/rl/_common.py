@@ -19,7 +19,7 @@ def as_float(x: Any) -> Array:
     return x.astype(jnp.result_type(jnp.float32, x.dtype))
 
 
-def as_array(name: str, x: Any) -> Array:
+def as_array(name: str, x: Any) -> Array | np.ndarray:
     """Lists become arrays; what cannot become one is refused by name. NumPy's stay: ``jit`` can read those."""
     try:
         return x if hasattr(x, "dtype") else jnp.asarray(x)
@@ -47,12 +47,12 @@ def check_number(name: str, value: Any, low: float, high: float = np.inf, *, abo
         raise ConfigError(f"{name}: found {shown}, expected a number {bound}")
 
 
-def check_shape(name: str, array: Array, expected: tuple[int, ...], of: str) -> None:
+def check_shape(name: str, array: Any, expected: tuple[int, ...], of: str) -> None:
     if jnp.shape(array) != expected:
         raise ConfigError(f"{name}: found shape {jnp.shape(array)}, expected {expected}, that of {of}")
 
 
-def extremes(ids: Array) -> tuple[int, int]:
+def extremes(ids: Any) -> tuple[int, int]:
     """Least and greatest of readable ids; by NumPy, as inside ``jit`` JAX would trace even what is known."""
     host = np.asarray(ids)
     return int(host.min()), int(host.max())
