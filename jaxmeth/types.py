@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Float32, Int
 
@@ -120,10 +121,16 @@ def is_concrete(x: Any) -> bool:
     return not isinstance(x, jax.core.Tracer)
 
 
+def extremes(x: Any) -> tuple[Any, Any]:
+    """Least and greatest of readable numbers; by NumPy, as inside ``jit`` JAX would trace even what is known."""
+    host = np.asarray(x)
+    return host.min().item(), host.max().item()
+
+
 def whole_number(name: str, value: Any, low: int) -> int:
-    """``value`` as an int. Raises: ConfigError naming it where it is no whole number of at least ``low``."""
+    """``value`` as an int. Raises: ConfigError naming it where it is no whole number of at least ``low``, or a bool."""
     try:
-        number = operator.index(value)
+        number = low - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = low - 1
     if number < low:

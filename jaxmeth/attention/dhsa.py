@@ -155,7 +155,7 @@ def prefill(
     Reference: arXiv 2510.24606, section 3.
     """
     if not cfg.causal and not cfg.noncausal_training:
-        q, k, v = (refuse_gradient(x) for x in (q, k, v))
+        v = refuse_gradient(v)  # select_blocks refuses q and k
     boundaries = None
     if cfg.rule == "chunk" and cfg.boundaries != "fixed":
         boundaries = find_boundaries(jax.lax.stop_gradient(k), cfg, predictor)

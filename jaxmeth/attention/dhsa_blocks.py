@@ -86,10 +86,7 @@ class DHSAConfig:
                 raise ConfigError(f"{name}: found {value!r}, expected a number {expected}")
         least = {"bq": 1, "bk": 1, "sink_blocks": 0, "dense_last": 0, "nms": 0, "chunk_beta": 1, "decode_budget": -1}
         for name, low in least.items():
-            value = getattr(self, name)
-            if isinstance(value, bool):
-                raise ConfigError(f"{name}: found {value}, expected a whole number of at least {low}")
-            object.__setattr__(self, name, whole_number(name, value, low))
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), low))
         if self.decode_budget == 0:
             raise ConfigError("decode_budget: found 0, expected -1 (all) or at least 1")
         if self.boundaries == "fixed" and self.rule == "chunk" and self.bq % self.bk and self.bk % self.bq:

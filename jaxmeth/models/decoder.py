@@ -38,7 +38,7 @@ from jaxmeth.models.layers import (
     rope_tables,
     rotate,
 )
-from jaxmeth.types import Attend, AttendContext, Cache, ConfigError, Output, Params, State, is_concrete
+from jaxmeth.types import Attend, AttendContext, Cache, ConfigError, Output, Params, State, extremes, is_concrete
 
 
 class Attention(nnx.Module):
@@ -329,14 +329,14 @@ def apply(
     for name, value in (("mask", mask), ("positions", positions)):
         if value is not None and tuple(np.shape(value)) != tuple(tokens.shape):
             raise ConfigError(f"{name}: found shape {tuple(np.shape(value))}, expected that of tokens {tokens.shape}")
-    if positions is not None and _on_host(positions):
-        low, high = least_and_greatest(positions)
+    if positions is not None and on_host(positions):
+        low, high = extremes(positions)
         if low < 0 or high >= cfg.max_positions:
             found = low if low < 0 else high
             raise ConfigError(f"positions: found {found}, expected 0 to max_positions - 1, {cfg.max_positions - 1}")
     if attend is not None and not callable(attend):
         raise ConfigError(f"attend: found {attend!r}, expected a function such as attention.dense")
-    if cache is not None and _on_host(cache.index):
+    if cache is not None and on_host(cache.index):
         used, slots = int(cache.index), cache.k.shape[3]
         if used + tokens.shape[1] > slots:
             raise ConfigError(
@@ -361,19 +361,13 @@ def check_tokens(cfg: DecoderConfig, tokens, new_tokens: int) -> None:
             f"tokens: found {tokens.shape[1]} and {new_tokens} new ones, expected at most max_positions "
             f"{cfg.max_positions} together"
         )
-    if _on_host(tokens) and tokens.size:
-        low, high = least_and_greatest(tokens)
+    if on_host(tokens) and tokens.size:
+        low, high = extremes(tokens)
         if low < 0 or high >= cfg.vocab_size:
             raise ConfigError(f"tokens: found id {low if low < 0 else high}, expected 0 to {cfg.vocab_size - 1}")
 
 
-def least_and_greatest(ids) -> tuple[int, int]:
-    """Of readable ids; by NumPy, as inside ``jit`` JAX would trace even what is known."""
-    host = np.asarray(ids)
-    return int(host.min()), int(host.max())
-
-
-def _on_host(x) -> bool:
+def on_host(x) -> bool:
     """Whether reading the values costs no transfer from a device."""
     if isinstance(x, np.ndarray):
         return True

@@ -57,7 +57,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmeth.models.decoder import least_and_greatest
+from jaxmeth.models.decoder import on_host
 from jaxmeth.models.towers import (
     Bert,
     BertConfig,
@@ -68,7 +68,7 @@ from jaxmeth.models.towers import (
     VisionTowerConfig,
     unit,
 )
-from jaxmeth.types import ConfigError, Params, is_concrete
+from jaxmeth.types import ConfigError, Params, extremes
 
 __all__ = [
     "BertConfig",
@@ -185,11 +185,8 @@ def encode_text(
 
 def _check_ids(name: str, ids, size: int) -> None:
     """Ids must lie in a table of ``size`` rows; values on an accelerator are not fetched for this."""
-    on_host = isinstance(ids, np.ndarray) or (
-        is_concrete(ids) and ids.is_fully_addressable and next(iter(ids.devices())).platform == "cpu"
-    )
-    if on_host and ids.size:
-        low, high = least_and_greatest(ids)
+    if on_host(ids) and ids.size:
+        low, high = extremes(ids)
         if low < 0 or high >= size:
             raise ConfigError(f"{name}: found id {low if low < 0 else high}, expected 0 to {size - 1}")
 

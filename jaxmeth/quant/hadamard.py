@@ -108,10 +108,15 @@ def hadamard(n: int, dtype: DTypeLike = jnp.float32) -> Float[Array, "n n"]:
     return jnp.asarray(np.kron(_sylvester(twos), base) / math.sqrt(n), dtype)
 
 
-def check_block(width: int, block: int, name: str = "block") -> None:
-    """Raises: ConfigError where blocks of ``block`` channels do not tile ``width`` or have no Hadamard matrix."""
+def check_divides(width: int, block: int, name: str = "block") -> None:
+    """Raises: ConfigError where blocks of ``block`` channels do not tile ``width``."""
     if isinstance(block, bool) or not isinstance(block, int | np.integer) or block < 1 or width % block:
         raise ConfigError(f"{name}: found {block!r}, expected a whole number that divides the width {width}")
+
+
+def check_block(width: int, block: int, name: str = "block") -> None:
+    """Raises: ConfigError where blocks of ``block`` channels do not tile ``width`` or have no Hadamard matrix."""
+    check_divides(width, block, name)
     _checked(int(block), name)
 
 

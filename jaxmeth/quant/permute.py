@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from jaxmeth.quant.hadamard import check_divides
 from jaxmeth.types import ConfigError, is_concrete
 
 ROWS = 32
@@ -116,13 +116,8 @@ def check_numbers(x: Array, name: str) -> None:
 def _check(values: Array, block: int, name: str) -> None:
     if values.ndim != 1:
         raise ConfigError(f"{name}: found shape {values.shape}, expected one layer [d] (MassState.layer)")
-    _check_divides(block, values.shape[-1])
+    check_divides(values.shape[-1], block)
     check_numbers(values, name)
-
-
-def _check_divides(block: int, d: int) -> None:
-    if isinstance(block, bool) or not isinstance(block, int | np.integer) or block < 1 or d % block:
-        raise ConfigError(f"block: found {block!r}, expected a whole number that divides the width {d}")
 
 
 def massdiff(mass: Float[Array, " d"], block: int, low: Float[Array, " d"] | None = None) -> Int[Array, " d"]:
@@ -273,5 +268,5 @@ def by_chance(seed: int) -> Permute:
 
 def block_masses(mass: Float[Array, "*l d"], block: int) -> Float[Array, "*l n"]:
     """The mass of each block: what ``massdiff`` makes equal. Raises: ConfigError where block does not divide d."""
-    _check_divides(block, mass.shape[-1])
+    check_divides(mass.shape[-1], block)
     return mass.reshape(*mass.shape[:-1], -1, block).sum(-1)

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxmeth.types import ConfigError, is_concrete
+from jaxmeth.types import ConfigError, extremes, is_concrete
+
+LARGEST = float(np.finfo(np.float32).max)
 
 
 def as_float(x: Any) -> Array:
@@ -50,12 +52,6 @@ def check_number(name: str, value: Any, low: float, high: float = np.inf, *, abo
 def check_shape(name: str, array: Any, expected: tuple[int, ...], of: str) -> None:
     if jnp.shape(array) != expected:
         raise ConfigError(f"{name}: found shape {jnp.shape(array)}, expected {expected}, that of {of}")
-
-
-def extremes(ids: Any) -> tuple[int, int]:
-    """Least and greatest of readable ids; by NumPy, as inside ``jit`` JAX would trace even what is known."""
-    host = np.asarray(ids)
-    return int(host.min()), int(host.max())
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["ids"], meta_fields=["count"])

@@ -7,10 +7,11 @@ parts' losses.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from jaxmeth.rl._common import as_float, check_choice, check_number, check_shape, extremes
-from jaxmeth.types import ConfigError, is_concrete
+from jaxmeth.rl._common import as_float, check_choice, check_number, check_shape
+from jaxmeth.types import ConfigError, extremes, is_concrete
 
 MODES = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum_norm", "group_token_mean")
 
@@ -123,7 +124,7 @@ def aggregate(
             mask, mode, count_empty_rows=count_empty_rows, max_len=max_len, group_ids=group_ids
         )
     else:
-        nothing = is_concrete(mask) and not mask.any()
+        nothing = is_concrete(mask) and not np.any(np.asarray(mask))
         check_number("denominator", denominator, 0, above=not nothing)
     if mode == "seq_mean_token_mean":
         total = _over(x.sum(1), mask.sum(1)).sum()

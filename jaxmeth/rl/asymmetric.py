@@ -36,9 +36,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Num
 
-from jaxmeth.rl._common import as_float, check_choice, check_number
+from jaxmeth.rl._common import LARGEST, as_float, check_choice, check_number
 from jaxmeth.rl.advantages import Advantages, GroupIds, Rewards, Valid, centre
-from jaxmeth.types import ConfigError, is_concrete
+from jaxmeth.types import ConfigError, extremes, is_concrete
 
 WEIGHTS = ("rloo", "dr_grpo", "grpo", "linear_r", "sqrt_r", "uniform_r", "plateau_r")
 CLOCKS = ("regular", "effective")
@@ -71,7 +71,7 @@ def effective_weight(
       ConfigError: an unknown name, tau outside [0, 1], a readable p outside [0, 1] or NaN.
     """
     if is_concrete(p) and p.size:
-        low, high = float(np.min(p)), float(np.max(p))
+        low, high = extremes(p)
         if not (low >= 0 and high <= 1):
             raise ConfigError(f"p: found {low:g} to {high:g}, expected rates in [0, 1]")
     p = as_float(p)
@@ -135,7 +135,7 @@ def adv_prompt_weighted(
     """
     check_choice("zero_success", zero_success, ("keep", "drop"))
     check_number("ddof", ddof, 0, 1)
-    check_number("zero_success_scale", zero_success_scale, 0, float(np.finfo(np.float32).max))
+    check_number("zero_success_scale", zero_success_scale, 0, LARGEST)
     c = centre(rewards, valid, group_ids, num_groups)
     groups, r, n = c.groups, c.rewards, c.n
     p = jnp.clip(c.mean * c.scale, 0, 1)
@@ -297,7 +297,7 @@ def time_to_target(
     """
     _check_rates(p0, p1, budget)
     for name, rate in (("p0", p0), ("p1", p1)):
-        if is_concrete(rate) and not rate < 1:
+        if is_concrete(rate) and not float(rate) < 1:
             raise ConfigError(f"{name}: found {rate}, expected a rate below 1")
 
     def weight(p: Array) -> Array:

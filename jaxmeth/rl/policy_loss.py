@@ -61,16 +61,17 @@ def keep_rollouts(batch: RolloutBatch, keep: Num[Array, "..."] | Bool[Array, "..
     return batch._replace(valid=valid, mask=(batch.mask != 0) & rows, alive=alive)
 
 
-def _function(part: Any) -> Any:
-    return _function(part.func) if isinstance(part, partial) else part
+def function_of(part: Any) -> Any:
+    """What ``partial`` binds arguments of, or the function itself."""
+    return function_of(part.func) if isinstance(part, partial) else part
 
 
 def _scales(advantage: Any) -> bool:
     """Whether an advantage of the library is more than r - m times a constant of the prompt's size."""
-    if _function(advantage) is adv_prompt_weighted:
+    if function_of(advantage) is adv_prompt_weighted:
         bound = advantage.keywords if isinstance(advantage, partial) else {}
         return bound.get("weight") not in ("rloo", "dr_grpo")
-    return _function(advantage) in (adv_grpo, adv_batch_std)
+    return function_of(advantage) in (adv_grpo, adv_batch_std)
 
 
 @dataclass(frozen=True)
@@ -142,14 +143,14 @@ class PolicyLoss:
             if self.max_len is None:
                 raise ConfigError("max_len: found None, expected the longest completion length with 'token_sum_norm'")
             check_number("max_len", self.max_len, 1)
-        if self.token_weight is not None and _function(self.ratio) in (gspo, gspo_token, gmpo):
+        if self.token_weight is not None and function_of(self.ratio) in (gspo, gspo_token, gmpo):
             raise ConfigError(
-                f"token_weight: found one with ratio {_function(self.ratio).__name__}, expected a ratio of tokens"
+                f"token_weight: found one with ratio {function_of(self.ratio).__name__}, expected a ratio of tokens"
             )
-        if isinstance(_function(self.prompt_weight), PromptWeight) and _scales(self.advantage):
+        if isinstance(function_of(self.prompt_weight), PromptWeight) and _scales(self.advantage):
+            found = f"{function_of(self.prompt_weight).weight!r} on {function_of(self.advantage).__name__}"
             raise ConfigError(
-                f"prompt_weight: found {_function(self.prompt_weight).weight!r} on {_function(self.advantage).__name__}"
-                ", which scales already; expected advantage adv_dr_grpo or adv_rloo"
+                f"prompt_weight: found {found}, which scales already; expected advantage adv_dr_grpo or adv_rloo"
             )
 
     def denominator(self, batch: RolloutBatch) -> Float[Array, ""]:
@@ -180,7 +181,7 @@ class PolicyLoss:
         weight = self._token_weight(batch, groups)
         if denominator is None:
             divisor = self._divisor(mask, weight if self.normalise == "weights" else None, groups)
-            denominator = jnp.where(divisor > 0, divisor, 1)
+            denominator = jnp.where(divisor > 0, divisor, 1)  # token weights may all be 0
         reduce = partial(
             aggregate, mask=mask, mode=self.aggregation, denominator=denominator, max_len=self.max_len,
             count_empty_rows=self.count_empty_rows, group_ids=self._aggregation_ids(groups),

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from jaxmeth.rl._common import as_float, check_choice, check_number, check_shape, extremes
-from jaxmeth.types import ConfigError, is_concrete, whole_number
+from jaxmeth.rl._common import as_float, check_choice, check_number, check_shape
+from jaxmeth.types import ConfigError, extremes, is_concrete, whole_number
 
 # Equal shares and scores round differently.
 _TIE = 1e-6

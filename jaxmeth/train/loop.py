@@ -24,14 +24,14 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmeth.attention.dense import dense
 from jaxmeth.models.config import DecoderConfig
 from jaxmeth.models.decoder import build
-from jaxmeth.rl._common import check_number
+from jaxmeth.rl._common import LARGEST, check_number
 from jaxmeth.rl.advantages import adv_batch_std
-from jaxmeth.rl.policy_loss import PolicyLoss, RolloutBatch
+from jaxmeth.rl.policy_loss import PolicyLoss, RolloutBatch, function_of
 from jaxmeth.train import checkpoint
 from jaxmeth.train.lora import join, split
-from jaxmeth.train.rollout import LARGEST, Rollouts, check_temperature, completion_logprobs
+from jaxmeth.train.rollout import Rollouts, check_temperature, completion_logprobs
 from jaxmeth.train.sinks import CsvSink, Sink
-from jaxmeth.types import Attend, ConfigError, Params, is_concrete, whole_number
+from jaxmeth.types import Attend, ConfigError, Params, whole_number
 
 LOG = logging.getLogger(__name__)
 Metrics = dict[str, Array]
@@ -96,11 +96,8 @@ def adamw(
       b1 or b2 outside [0, 1).
     """
     for name, value in (("learning_rate", learning_rate), ("max_grad_norm", max_grad_norm)):
-        if callable(value) or (value is None and name == "max_grad_norm"):
-            continue
-        if is_concrete(value) and not (isinstance(value, int | float | np.ndarray | np.generic | jax.Array)
-                                       and 0 < float(value) < np.inf):  # fmt: skip
-            raise ConfigError(f"{name}: found {value}, expected a finite number above 0")
+        if not callable(value) and (value is not None or name == "learning_rate"):
+            check_number(name, value, 0, LARGEST, above=True)
     below_one = float(np.nextafter(1, 0))
     for name, value, most in (("weight_decay", weight_decay, LARGEST), ("b1", b1, below_one), ("b2", b2, below_one)):
         check_number(name, value, 0, most)
@@ -229,8 +226,8 @@ def policy_objective(
     def indivisible(batch: PolicyBatch) -> str | None:
         if batch.rollout.group_ids is not None:
             return "a part of a batch with group_ids need not hold whole groups"
-        advantage = getattr(policy_loss.advantage, "func", policy_loss.advantage)
-        return "adv_batch_std is of the whole batch" if advantage is adv_batch_std else None
+        across = function_of(policy_loss.advantage) is adv_batch_std
+        return "adv_batch_std is of the whole batch" if across else None
 
     return Objective(lambda batch: policy_loss.denominator(batch.rollout), loss, _combine, indivisible)
 

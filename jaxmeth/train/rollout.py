@@ -11,10 +11,8 @@ from jaxmeth import models
 from jaxmeth.attention.dense import dense
 from jaxmeth.models.config import DecoderConfig
 from jaxmeth.models.decoder import build
-from jaxmeth.rl._common import check_number
+from jaxmeth.rl._common import LARGEST, check_number
 from jaxmeth.types import Attend, Params, whole_number
-
-LARGEST = float(np.finfo(np.float32).max)
 
 
 class Rollouts(NamedTuple):

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmeth import quant
-from jaxmeth.quant.hadamard import by_butterfly, by_factors, by_matmul
+from jaxmeth.quant.hadamard import by_butterfly, by_factors, by_matmul, check_divides
 from jaxmeth.quant.permute import _check as check_order
-from jaxmeth.quant.permute import _check_divides as check_divides
 from jaxmeth.types import ConfigError
 
 CASES = ["c0", "c1", "c2", "c3", "c4"]
@@ -309,8 +308,8 @@ def test_a_block_is_a_whole_number():
     check = inspect.unwrap(check_divides)
     for block in (2.0, True, "2", None):
         with pytest.raises(ConfigError, match=f"block: found {block!r}, expected a whole number"):
-            check(block, 16)
-    check(np.int64(4), 16)
+            check(16, block)
+    check(16, np.int64(4))
 
 
 def test_what_is_not_finite_is_refused():

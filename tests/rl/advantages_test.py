@@ -173,6 +173,21 @@ def test_ids_known_while_tracing():
         jax.jit(lambda r: inspect.unwrap(rl.adv_rloo)(r, group_ids=np.asarray([0, 5]), num_groups=2))(jnp.ones(2))
 
 
+def test_values_known_while_tracing_are_read():
+    """A closed-over array is checked inside ``jit`` as it is outside."""
+    rates, high, mask = jnp.asarray([0.2, 0.7]), jnp.asarray([0.4, 1.4]), jnp.ones((2, 3), bool)
+    inside = jax.jit(lambda x: rl.effective_weight("grpo", rates).sum() + rl.aggregate(x, mask, denominator=6.0))
+    outside = rl.effective_weight("grpo", rates).sum() + 0.5
+    np.testing.assert_allclose(inside(jnp.full((2, 3), 0.5)), outside, rtol=1e-6)
+    known, one = jnp.asarray(0.5), jnp.asarray(1.0)
+    with pytest.raises(ConfigError, match=r"p: found 0\.4 to 1\.4"):
+        jax.jit(lambda x: x * rl.effective_weight("grpo", high))(1.0)
+    found = jax.jit(lambda x: x * rl.time_to_target("grpo", known, 0.9))(1.0)
+    np.testing.assert_allclose(found, rl.time_to_target("grpo", known, 0.9), rtol=1e-6)
+    with pytest.raises(ConfigError, match="p1: found"):
+        jax.jit(lambda x: x * rl.time_to_target("grpo", known, one))(1.0)
+
+
 def test_lists_are_arrays():
     array = jnp.asarray([[0.0, 1.0, 3.0]])
     np.testing.assert_array_equal(raw([[0, 1, 3]], [[1, 1, 0]]), rl.adv_grpo(array, jnp.asarray([[1, 1, 0]])))
