@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import core
+from experiments import core, perq_text
 
 
 def corpus(cfg: core.Config, tokenizer: Any) -> tuple[np.ndarray, str]:
@@ -15,9 +15,7 @@ def corpus(cfg: core.Config, tokenizer: Any) -> tuple[np.ndarray, str]:
         except (OSError, UnicodeDecodeError) as error:
             raise core.ConfigError(f"text: cannot read {cfg.text} ({error}), expected a text file") from None
     else:
-        from pydoc_data.topics import topics
-
-        text, source = "\n".join(topics[n] for n in sorted(topics)), "help topics of this Python (pydoc_data.topics)"
+        text, source = perq_text.help_topics()
     return np.asarray(tokenizer.encode(text).ids, np.int32), source
 
 

@@ -10,6 +10,13 @@ from experiments import core
 CHARACTERS = {"calibration.txt": 60_000, "eval.txt": 100_000}
 
 
+def help_topics() -> tuple[str, str]:
+    """Python's own help topics as one text, and what to call it."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics)), "help topics of this Python (pydoc_data.topics)"
+
+
 def texts(data: Path | None) -> tuple[tuple[str, str], str]:
     """``((calibration, evaluation), source)``: files of a data folder, or built from the standard library.
 
@@ -20,12 +27,9 @@ def texts(data: Path | None) -> tuple[tuple[str, str], str]:
         found = tuple(p.read_text(encoding="utf-8") for p in paths)
         source = "09-perq, calibration.txt and eval.txt"
     else:
-        from pydoc_data.topics import topics
-
-        whole = "\n".join(topics[name] for name in sorted(topics))
+        whole, source = help_topics()
         first, last = CHARACTERS.values()
         found = whole[:first], whole[-last:]
-        source = "help topics of this Python (pydoc_data.topics)"
     digest = hashlib.sha256("\0".join(found).encode()).hexdigest()[:12]
     return found, f"{source}, sha256 {digest}"
 

@@ -22,7 +22,7 @@ class Training(core.Config):
     running_sums: bool = True
     """Sums are answered with every intermediate sum; the last one counts."""
     width: int = 64
-    """Of the tiny model."""
+    """Of the tiny model, of 85 thousand parameters; 160 with 4 layers makes one million."""
     layers: int = 2
     """Of the tiny model."""
     warm_steps: int = 500
