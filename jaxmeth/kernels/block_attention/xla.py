@@ -1,21 +1,23 @@
 """Plain XLA, fast on CPU: gathered key blocks, a tile at a time, with an online softmax.
 
-One unit is the work of one list: its bq x G queries against its key blocks. XLA on CPU runs the operations one after
-the other and splits each over its threads, well only where it is large, so a tile holds as many keys as the scores of
-``SCORES`` numbers allow; a step of the loop computes a few units side by side, whose operations fill each other's
-gaps. A step runs as many tiles as its longest list needs: short lists and the upper triangle cost nothing. The group
-axis lies inside the query axis, so that the first axis of every array splits evenly.
+One unit is the work of one list: its bq x G queries against its key blocks. XLA on CPU splits an operation over its
+threads, well only where it is large, so a tile holds as many keys as the scores of ``SCORES`` numbers allow; a step of
+the loop computes a few units side by side, whose operations fill each other's gaps. A step runs as many tiles as its
+longest list needs: short lists and the upper triangle cost nothing. Lists of one tile need no loop over tiles. Only the
+blocks of which a query misses a key (of a causal list those on the diagonal) are masked, in place: a mask over all
+scores costs as much as their exponential. The group axis lies inside the query axis, so that the first axis of every
+array splits evenly.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxmeth.kernels.block_attention.shapes import Static, near
+from jaxmeth.kernels.block_attention.shapes import Static, near, used
 
 SCORES = 384 * 1024
 """Scores of a unit in a tile."""
-UNITS = 3
+UNITS = 6
 """Units in a step, at most; fewer where a tile is larger than ``SCORES``."""
 
 
@@ -38,8 +40,13 @@ class _Units:
         self.steps = number // self.per_step
         head = jnp.arange(self.heads, dtype=jnp.int32).reshape(batch, lists)
         base = (head // lists * kv_heads + head % lists * kv_heads // lists) * (slots // static.bk)
-        idx = jnp.pad(idx, ((0, 0), (0, 0), (0, 0), (0, -width % self.blocks_per_tile)), mode="edge")
+        self.tiles_of_list = -(-width // self.blocks_per_tile)
+        padding = self.tiles_of_list * self.blocks_per_tile - width
+        idx = jnp.pad(idx, ((0, 0), (0, 0), (0, 0), (0, padding)), mode="edge")
         row = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (batch, lists, rows))
+        self.valid = None
+        if valid is not None:
+            self.valid = jnp.repeat(valid, kv_heads, axis=0).reshape(-1, static.bk)
         self.items = {
             "block": self.split(idx),
             "gather": self.split(idx + base[:, :, None, None]),
@@ -47,9 +54,22 @@ class _Units:
             "row": self.split(row),
             "head": self.split(jnp.broadcast_to(head[:, :, None], row.shape)),
         }
-        self.valid = None
-        if valid is not None:
-            self.valid = jnp.repeat(valid, kv_heads, axis=0).reshape(-1, static.bk)
+        self.items |= self.masked_blocks()
+
+    def masked_blocks(self) -> dict:
+        """How many blocks of each tile hide a key from a query, and the places in the tile, theirs first."""
+        block, count, row = (self.items[name] for name in ("block", "count", "row"))
+        bq, bk = self.static.bq, self.static.bk
+        q_slot, k_slot = (self.span[0] + row * bq)[..., None], block * bk
+        whole = used(count, block.shape[-1])
+        # The least distance and the largest.
+        for first, last in ((q_slot, k_slot + bk - 1), (q_slot + bq - 1, k_slot)):
+            whole &= near(self.static, first, last, self.span[1])
+        if self.valid is not None:
+            whole &= jnp.all(self.valid, axis=-1)[self.items["gather"]]
+        whole = whole.reshape(*count.shape, self.tiles_of_list, self.blocks_per_tile)
+        order = jnp.argsort(whole, axis=-1, stable=True)
+        return {"masked": order.astype(jnp.int32), "number": jnp.sum(~whole, axis=-1, dtype=jnp.int32)}
 
     def split(self, x: Array) -> Array:
         """``[B, Hs, nq, ...] -> [steps, units, ...]``."""
@@ -79,37 +99,41 @@ class _Units:
         """``[B, Hkv, S, D] -> [all blocks, bk, D]``."""
         return x.reshape(-1, self.static.bk, x.shape[-1])
 
-    def tiles(self, item: dict) -> Array:
-        """How many tiles the longest list of a step needs."""
-        return (jnp.max(item["count"]) + self.blocks_per_tile - 1) // self.blocks_per_tile
-
     def tile(self, item: dict, unit: int, tile: Array, *sources: Array) -> tuple[Array, list[Array]]:
         """Block numbers of one tile of a unit, and its rows of each source in the dtype of the sums."""
         at = tile * self.blocks_per_tile
         take = jax.lax.dynamic_slice_in_dim(item["gather"][unit], at, self.blocks_per_tile)
         return take, [x[take].reshape(self.keys, -1).astype(self.exact) for x in sources]
 
-    def mask(self, item: dict, unit: int, tile: Array, take: Array) -> Array:
-        """Which keys of a tile each of the bq queries sees, ``[bq, 1, keys]``."""
-        at = tile * self.blocks_per_tile
-        block = jax.lax.dynamic_slice_in_dim(item["block"][unit], at, self.blocks_per_tile)
-        used = at + jnp.arange(self.blocks_per_tile, dtype=jnp.int32) < item["count"][unit]
-        slot = block[:, None] * self.static.bk + jnp.arange(self.static.bk, dtype=jnp.int32)[None]
-        seen = jnp.broadcast_to(used[:, None], slot.shape)
-        if self.valid is not None:
-            seen &= self.valid[take]
-        q_slot = self.span[0] + item["row"][unit] * self.static.bq + jnp.arange(self.static.bq, dtype=jnp.int32)
-        close = near(self.static, q_slot[:, None], slot.reshape(1, -1), self.span[1])
-        return (close & seen.reshape(1, -1))[:, None]
-
-    def scores(self, q: Array, keys: Array, mask: Array) -> tuple[Array, Array]:
-        """Masked scores ``[bq, G, keys]``, -inf where not seen, and the derivative of the soft cap."""
+    def scores(self, item: dict, unit: int, tile: Array, take: Array, q: Array, keys: Array) -> tuple[Array, Array]:
+        """Scores ``[bq, G, keys]`` of a tile, -inf where not seen, and the derivative of the soft cap."""
+        bq, bk = self.static.bq, self.static.bk
         s = _dot(q, keys, (2,), (1,))
         slope = jnp.ones((), s.dtype)
         if self.static.softcap is not None:
             soft = jnp.tanh(s / self.static.softcap)
             s, slope = soft * self.static.softcap, 1 - soft * soft
-        return jnp.where(mask, s, -jnp.inf), slope
+        q_slot = self.span[0] + item["row"][unit] * bq + jnp.arange(bq, dtype=jnp.int32)
+
+        def hide(n, s):
+            place = item["masked"][unit, tile, n]
+            at = tile * self.blocks_per_tile + place
+            k_slot = item["block"][unit, at] * bk + jnp.arange(bk, dtype=jnp.int32)
+            seen = near(self.static, q_slot[:, None], k_slot[None], self.span[1]) & (at < item["count"][unit])
+            if self.valid is not None:
+                seen &= self.valid[take[place]][None]
+            part = jax.lax.dynamic_slice_in_dim(s, place * bk, bk, axis=2)
+            part = jnp.where(seen[:, None], part, -jnp.inf)
+            return jax.lax.dynamic_update_slice_in_dim(s, part, place * bk, axis=2)
+
+        return jax.lax.fori_loop(0, item["number"][unit, tile], hide, s), slope
+
+    def over_tiles(self, item: dict, step, carry):
+        """``step(tile, carry)`` over the tiles that the longest list of a step needs."""
+        if self.tiles_of_list == 1:
+            return step(jnp.zeros((), jnp.int32), carry)
+        tiles = (jnp.max(item["count"]) + self.blocks_per_tile - 1) // self.blocks_per_tile
+        return jax.lax.fori_loop(0, tiles, step, carry)
 
 
 def _dot(a: Array, b: Array, i: tuple, j: tuple) -> Array:
@@ -128,7 +152,7 @@ def forward(static: Static, q, k, v, idx, count, valid, span) -> tuple[Array, Ar
     def one(item, unit: int, query, tile, carry):
         top, total, out = carry
         take, (kt, vt) = work.tile(item, unit, tile, keys, values)
-        s, _ = work.scores(query, kt, work.mask(item, unit, tile, take))
+        s, _ = work.scores(item, unit, tile, take, query, kt)
         new = jnp.maximum(top, jnp.max(s, axis=-1))
         shift = jnp.where(jnp.isneginf(new), 0, new)
         p = jnp.exp(s - shift[..., None])
@@ -143,9 +167,8 @@ def forward(static: Static, q, k, v, idx, count, valid, span) -> tuple[Array, Ar
             jnp.zeros(shape, work.exact),
             jnp.zeros((*shape, v.shape[-1]), work.exact),
         )
-        carry = jax.lax.fori_loop(
-            0,
-            work.tiles(item),
+        carry = work.over_tiles(
+            item,
             lambda tile, carry: [one(item, u, query[u], tile, c) for u, c in enumerate(carry)],
             [start] * work.per_step,
         )
@@ -179,11 +202,11 @@ def backward(static: Static, q, k, v, idx, count, valid, span, d_out, lse, delta
             query, d_o, own_lse, own_delta = rows[unit]
             query = query * static.scale
             take, (kt, vt) = work.tile(item, unit, tile, keys, values)
-            mask = work.mask(item, unit, tile, take)
-            s, slope = work.scores(query, kt, mask)
+            s, slope = work.scores(item, unit, tile, take, query, kt)
             p = jnp.exp(s - own_lse[..., None])
             dp = _dot(d_o, vt, (2,), (1,))
-            ds = jnp.where(mask, p * (dp - own_delta[..., None]) * slope, 0)
+            # Where p is zero, dp may be NaN.
+            ds = jnp.where(p == 0, 0, p * (dp - own_delta[..., None]) * slope)
             dv = _dot(p, d_o, (0, 1), (0, 1))
             dk = _dot(ds, query, (0, 1), (0, 1))
             return take, dq + _dot(ds, kt, (2,), (0,)), dk, dv
@@ -197,7 +220,7 @@ def backward(static: Static, q, k, v, idx, count, valid, span, d_out, lse, delta
 
         dq, dk, dv = carry
         dqs = [jnp.zeros((static.bq, work.group, q.shape[-1]), work.exact)] * work.per_step
-        dqs, dk, dv = jax.lax.fori_loop(0, work.tiles(item), tile_step, (dqs, dk, dv))
+        dqs, dk, dv = work.over_tiles(item, tile_step, (dqs, dk, dv))
         for unit, x in enumerate(dqs):
             dq = work.put(item, unit, dq, jnp.where(some[unit], x * static.scale, 0))
         return dq, dk, dv
