@@ -265,12 +265,24 @@ def _block_means(x: Array, size: int, valid: Array) -> tuple[Array, Array]:
     """Means ``[B, H, n, D]`` of the real, finite tokens of each block, and how many there are ``[B, H, n, 1]``."""
     length = x.shape[2]
     blocks = -(-length // size)
-    valid = valid[:, None] & jnp.all(jnp.isfinite(x), axis=-1)
-    valid = jnp.pad(valid, ((0, 0), (0, 0), (0, blocks * size - length)))
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, blocks * size - length), (0, 0)))
-    x = jnp.where(valid[..., None], x, 0).reshape(*x.shape[:2], blocks, size, x.shape[3])
-    number = jnp.sum(valid.reshape(*x.shape[:4]), axis=-1)[..., None]
-    return jnp.sum(x, axis=3) / jnp.maximum(number, 1), number
+
+    def by_block(x: Array) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, blocks * size - length), *((0, 0),) * (x.ndim - 3)))
+        return x.reshape(*x.shape[:2], blocks, size, *x.shape[3:])
+
+    def chosen() -> tuple[Array, Array]:
+        kept = valid[:, None] & jnp.all(jnp.isfinite(x), axis=-1)
+        number = jnp.sum(by_block(kept), axis=-1, dtype=jnp.int32)
+        return jnp.sum(by_block(jnp.where(kept[..., None], x, 0)), axis=3), number
+
+    def whole() -> tuple[Array, Array]:
+        number = jnp.minimum(size, length - size * jnp.arange(blocks, dtype=jnp.int32))
+        return total, jnp.broadcast_to(number, total.shape[:3])
+
+    # A copy of x without what takes no part costs more than the rest of the selection: only where it is needed.
+    total = jnp.sum(by_block(x), axis=3)
+    total, number = jax.lax.cond(jnp.all(valid) & jnp.all(jnp.isfinite(total)), whole, chosen)
+    return total / jnp.maximum(number, 1)[..., None], number[..., None]
 
 
 def _mean_of_groups(x: Array, group: int) -> Array:

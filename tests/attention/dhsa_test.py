@@ -285,6 +285,17 @@ def test_shapes_never_depend_on_data_and_nothing_retraces():
     assert len(traces) == 1
 
 
+def test_memory_of_a_prompt_is_bounded_by_the_blocks():
+    def temporary(length):
+        q, k = (jax.ShapeDtypeStruct((1, heads, length, 64), jnp.float32) for heads in (2, 1))
+        f = jax.jit(lambda q, k, v: dhsa.prefill(q, k, v, dhsa.DHSAConfig(density=1024 / length))[0])
+        return f.lower(q, k, k).compile().memory_analysis().temp_size_in_bytes
+
+    short, long = temporary(8192), temporary(16384)
+    assert 0 < long <= 2 * short
+    assert long < 4 * 16384**2 / 32  # of one head's scores
+
+
 def test_vmap_equals_the_batch():
     q, k, v = tensors(batch=3)
     cfg = config()
