@@ -5,14 +5,16 @@ each call once, in turning order; medians are over the counted rounds. Selection
 is compared with masked dense attention. JAX's own dense attention runs up to 4096 tokens: it keeps the whole score
 matrix. On an accelerator (no torch call is made there) the share of the roofline is printed instead.
 
-    python -m experiments.bench.attention [--rounds 5] [--lengths 4096 8192 16384] [--long] [--model]
+    python -m experiments.bench.attention [--rounds 5] [--lengths 4096 8192 16384] [--long] [--model [8192 16384]]
 
-``--model`` prefills the embedded SmolLM2-135M at 8192 tokens with DHSA, blocked dense attention and transformers: peak
-memory each in a process of its own, then times interleaved in one process; about ten minutes on two cores. An empty
-``--lengths`` leaves the single layer out.
+``--model`` prefills the embedded SmolLM2-135M at 8192 tokens (or at each length given) with DHSA, blocked dense
+attention and transformers: peak memory each in a process of its own, then times interleaved in one process; about ten
+minutes on two cores. Beyond its 8192 positions the model's rotary embedding is scaled linearly, for speed alone, and
+transformers is left out. An empty ``--lengths`` leaves the single layer out.
 """
 
 import argparse
+import dataclasses
 import subprocess
 import sys
 
@@ -156,6 +158,15 @@ def growth(rounds: int) -> bool:
     return line("exponent of the time in the length", f"{exponent:.3f}", "<= 1.15", exponent <= 1.15)
 
 
+def stretched(cfg, length: int):
+    """The model's configuration with room for ``length`` positions, the rotary embedding scaled linearly."""
+    factor = length / cfg.max_positions
+    if factor <= 1:
+        return cfg
+    ropes = tuple(dataclasses.replace(rope, kind="linear", factor=factor) for rope in cfg.ropes)
+    return dataclasses.replace(cfg, max_positions=length, ropes=ropes)
+
+
 def prefills(names: tuple[str, ...], length: int) -> dict:
     """Prefill of the embedded model, the logits of the last token, by "dense", "DHSA" and "transformers"."""
     calls = {}
@@ -182,10 +193,11 @@ def prefills(names: tuple[str, ...], length: int) -> dict:
         from jaxmeth.attention import dense, dhsa
 
         model = hf.default()
+        cfg = stretched(model.cfg, length)
         tokens = jnp.asarray(np.random.default_rng(0).integers(0, 49152, (1, length)), jnp.int32)
         for name in ours:
             attend = dense if name == "dense" else dhsa.attend(dhsa.DHSAConfig(density=1 / 8))
-            last = jax.jit(lambda p, t, a=attend: models.apply(p, model.cfg, t, attend=a).hidden[:, -1])
+            last = jax.jit(lambda p, t, a=attend: models.apply(p, cfg, t, attend=a).hidden[:, -1])
             calls[name] = lambda f=last: jax.block_until_ready(f(model.params, tokens))
     return calls
 
@@ -200,8 +212,8 @@ print(peak_megabytes())
 """
 
 
-def whole_model(rounds: int, length: int = 8192) -> None:
-    names = ("transformers", "dense", "DHSA")
+def whole_model(rounds: int, length: int) -> None:
+    names = ("transformers", "dense", "DHSA") if length <= 8192 else ("dense", "DHSA")
     memory = {}
     for name in names:
         done = subprocess.run([sys.executable, "-c", CHILD, name, str(length)], capture_output=True, text=True)
@@ -220,13 +232,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds of each call (default 5)")
     parser.add_argument("--lengths", type=int, nargs="*", default=[4096, 8192, 16384], help="tokens")
     parser.add_argument("--long", action="store_true", help="also the growth up to 64K tokens")
-    parser.add_argument("--model", action="store_true", help="also the whole SmolLM2-135M at 8192 tokens")
+    model = "also the whole SmolLM2-135M, at 8192 tokens or the lengths given"
+    parser.add_argument("--model", type=int, nargs="*", help=model)
     options = parser.parse_args()
     met = [m for length in options.lengths for m in one_length(length, options.rounds)]
     if options.long:
         met.append(growth(options.rounds))
-    if options.model:
-        whole_model(min(3, options.rounds))
+    for length in [] if options.model is None else options.model or [8192]:
+        whole_model(min(3, options.rounds), length)
     raise SystemExit(0 if all(met) else 1)
 
 
