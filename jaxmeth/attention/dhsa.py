@@ -200,11 +200,11 @@ def decode(
     """One token over the cache, which holds its key at ``slot``: sink, tail and the best blocks up to the budget.
 
     The block that ``slot`` lies in is the growing tail chunk; it closes when full. Blocks are scored by the token's
-    query (averaged over the heads of a key/value head, whatever ``cfg.group_select``) against sqrt(count) times their
-    mean key, or the mean key with pooling "avgpool"; only ``bk`` slots of each kept block are read. Blocks of which
-    ``kv_mask`` shows nothing are left out, and the sink is the first it shows: with a window in the mask, a budget of
-    at least the window is dense. The cache is never evicted. Reconstruction: the public code decodes densely; here
-    chunks are blocks of ``cfg.bk`` slots, also where the prompt's chunks were of variable length.
+    query (with ``cfg.group_select`` "kv" averaged over the heads of a key/value head, which then share a list) against
+    sqrt(count) times their mean key, or the mean key with pooling "avgpool"; only ``bk`` slots of each kept block are
+    read. Blocks of which ``kv_mask`` shows nothing are left out, and the sink is the first it shows: with a window in
+    the mask, a budget of at least the window is dense. The cache is never evicted. Reconstruction: the public code
+    decodes densely; here chunks are blocks of ``cfg.bk`` slots, also where the prompt's chunks were of variable length.
 
     Args:
       q: one query a row.
@@ -234,9 +234,11 @@ def decode(
     shown = jnp.pad(valid, ((0, 0), (0, blocks * cfg.bk - slots))).reshape(batch, 1, blocks, cfg.bk)
     shown = jnp.sum(shown, axis=-1, dtype=jnp.int32)
     number = jnp.maximum(state.count[:, None], 1).astype(total.dtype)
-    query = jnp.mean(q.reshape(batch, kv_heads, -1, dim).astype(total.dtype), axis=2)
+    query = q.reshape(batch, kv_heads, -1, dim).astype(total.dtype)
+    if cfg.group_select == "kv":
+        query = jnp.mean(query, axis=2, keepdims=True)
     weight = 1 / number if cfg.pooling == "avgpool" else jax.lax.rsqrt(number)
-    score = finite(jnp.einsum("bhd,bhnd->bhn", query, total) * weight)
+    score = finite(jnp.einsum("bkgd,bknd->bkgn", query, total).reshape(batch, -1, blocks) * weight)
     block = jnp.arange(blocks, dtype=jnp.int32)[None, None]
     sink = jnp.argmax(shown > 0, axis=-1)[..., None]
     forced = (block == here) | ((block >= sink) & (block < sink + cfg.sink_blocks))

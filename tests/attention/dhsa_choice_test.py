@@ -127,6 +127,18 @@ def test_decoding_scores_by_the_mean_of_the_heads_and_the_root_of_the_count():
     np.testing.assert_allclose(out, attention(q, k, v, np.r_[0:16, 48:52, 80:96]), atol=1e-5)
 
 
+def test_decoding_heads_choose_alone_or_together():
+    q, k, v = normal(1, 4, 1, 16), normal(1, 2, 160, 16, seed=1), normal(1, 2, 160, 16, seed=2)
+    together, alone = (config(decode_budget=48, group_select=name) for name in ("kv", "head"))
+    state = jax.tree.map(jnp.asarray, prefill(jnp.zeros((1, 4, 160, 16)), k, v, alone)[1])
+    found, _ = decode(q, k, v, state, alone, slot=jnp.int32(159))
+    for h in range(4):
+        cut = slice(h // 2, h // 2 + 1)
+        one = (q[:, h : h + 1], k[:, cut], v[:, cut], dhsa.DHSAState(state.total[:, cut], state.count))
+        np.testing.assert_allclose(found[:, h : h + 1], decode(*one, together, slot=jnp.int32(159))[0], atol=1e-6)
+    assert np.abs(found - decode(q, k, v, state, together, slot=jnp.int32(159))[0]).max() > 1e-2
+
+
 def test_a_decoding_budget_of_the_window_is_dense_within_it():
     q, k, v = normal(1, 2, 1, 4), normal(1, 1, 128, 4, seed=1), normal(1, 1, 128, 4, seed=2)
     state = jax.tree.map(jnp.asarray, prefill(jnp.zeros((1, 2, 128, 4)), k, v, config())[1])

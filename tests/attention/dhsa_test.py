@@ -3,6 +3,7 @@
 import functools
 import importlib
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -272,17 +273,36 @@ def test_odd_sizes(rule, length, heads, kv, dim, bq, bk):
     np.testing.assert_allclose(whole, by_dense(q, k, v), atol=1e-5)
 
 
-def test_shapes_never_depend_on_data_and_nothing_retraces():
-    traces = []
+def by_tokens(q, k, v, start, mask):
+    edges = dhsa.select_boundaries(dhsa.similarity_scores(k[:, 0]), 6, 0.0)
+    idx, count = dhsa.select_tokens(q, k, *edges, block_size=16, budget=40, local_tokens=8, global_tokens=8)
+    return dhsa.token_attention(q, k, v, idx, count, block_size=16)
 
-    @jax.jit
-    def call(q, k, v):
-        traces.append(1)
-        return dhsa.prefill(q, k, v, config(boundaries="similarity"))[0]
 
-    for seed in range(3):
-        call(*tensors(seed=seed))
-    assert len(traces) == 1
+def by_steps(q, k, v, start, mask):
+    cfg = config(decode_budget=48)
+    state = dhsa.prefill(q[:, :, :96], k, v, cfg, kv_mask=mask)[1]
+    return dhsa.decode(q[:, :, -1:], k, v, state, cfg, slot=96 + start, kv_mask=mask)[0]
+
+
+def by_prefill(cfg):
+    return lambda q, k, v, start, mask: dhsa.prefill(q[:, :, :96], k, v, cfg, start=start, kv_mask=mask)[0]
+
+
+CALLS = {rule: by_prefill(config(rule=rule)) for rule in RULES} | {
+    "similarity": by_prefill(config(boundaries="similarity")),
+    "tokens": by_tokens,
+    "decoding": by_steps,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_compilation_serves_all_data(name):
+    """Shapes depend on (T, S, cfg) alone: lists, masks and slots are data."""
+    chex.clear_trace_counter()
+    call = jax.jit(chex.assert_max_traces(CALLS[name], 1))
+    shapes = {call(*tensors(seed=s), jnp.int32(8 * s), jnp.arange(128)[None] >= 5 * s).shape for s in range(3)}
+    assert len(shapes) == 1
 
 
 def test_memory_of_a_prompt_is_bounded_by_the_blocks():

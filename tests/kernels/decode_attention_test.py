@@ -28,6 +28,8 @@ TABLE = {
     "a few queries, dim 80": (1, 8, 1, 3, 64, 80, 2, False, {}),
     "override": (2, 3, 1, 2, 70, 16, None, True, {}),
     "override of listed blocks, soft cap": (1, 4, 4, 1, 70, 128, 4, True, {"softcap": 2.0}),
+    "a list for each head": (2, 6, 2, 1, 100, 16, 3, False, {"lists": 6}),
+    "a list for each head, a few queries, override": (1, 4, 2, 3, 70, 64, 4, True, {"lists": 4, "softcap": 2.0}),
     "odd: dim 65, 37 slots": (1, 2, 1, 1, 37, 65, 2, False, {}),
     "one slot": (1, 3, 1, 1, 1, 16, 1, False, {}),
 }
@@ -42,10 +44,11 @@ def made(row, seed=0, **more):
 
     kv = (batch, kv_heads, slots, dim)
     options = options | {"bk": 16, "kv_valid": jnp.asarray(r.random((batch, slots)) < 0.8)}
+    lists = options.pop("lists", kv_heads)
     if width is not None:
-        order = np.sort(np.argsort(r.random((batch, kv_heads, -(-slots // 16))))[..., :width], -1)
+        order = np.sort(np.argsort(r.random((batch, lists, -(-slots // 16))))[..., :width], -1)
         options |= {"idx": jnp.asarray(order, jnp.int32)}
-        options |= {"count": jnp.asarray(r.integers(0, order.shape[-1] + 1, (batch, kv_heads)), jnp.int32)}
+        options |= {"count": jnp.asarray(r.integers(0, order.shape[-1] + 1, (batch, lists)), jnp.int32)}
     if overridden:
         options["override"] = Override(normal(*kv), normal(*kv), jnp.asarray(r.random((batch, slots)) < 0.5))
     return (normal(batch, heads, queries, dim), normal(*kv), normal(*kv)), options | more
@@ -198,9 +201,11 @@ def test_no_slot_gives_zero(backend):
     assert np.isneginf(lse).all()
 
 
-def test_equals_block_attention_on_the_last_query():
+@pytest.mark.parametrize("lists", [2, 6])
+def test_equals_block_attention_on_the_last_query(lists):
     (q, k, v), _ = made((1, 6, 2, 1, 80, 16, None, False, {}))
-    idx, count = jnp.asarray([[[0, 2, 4], [1, 3, 3]]]), jnp.asarray([[3, 2]])
+    idx = jnp.asarray([[[0, 2, 4], [1, 3, 3], [0, 4, 4], [1, 2, 3], [2, 2, 2], [0, 1, 3]]])[:, :lists]
+    count = jnp.asarray([[3, 2, 2, 3, 1, 0]])[:, :lists]
     few = kernels.decode_attention(q, k, v, idx=idx, count=count, bk=16)
     block = kernels.block_attention(q, k, v, idx[:, :, None], count[:, :, None], bq=1, bk=16, start=79)
     np.testing.assert_allclose(few, block, atol=2e-6)
@@ -210,9 +215,9 @@ def test_equals_block_attention_on_the_last_query():
 @pytest.mark.parametrize(("platform", "call"), [("tpu", "tpu_custom_call"), ("cuda", "__gpu$xla.gpu.triton")])
 def test_lowers_without_the_hardware(platform, call, overridden):
     shape = jax.ShapeDtypeStruct
-    for dim, dtype in ((64, jnp.bfloat16), (80, jnp.float32), (128, jnp.float32)):
-        q, k = shape((1, 2, 3, dim), dtype), shape((1, 2, 256, dim), dtype)
-        lists = shape((1, 2, 2), jnp.int32), shape((1, 2), jnp.int32), shape((1, 256), bool)
+    for dim, dtype, heads in ((64, jnp.bfloat16, 2), (80, jnp.float32, 6), (128, jnp.float32, 2)):
+        q, k = shape((1, heads, 3, dim), dtype), shape((1, 2, 256, dim), dtype)
+        lists = shape((1, heads, 2), jnp.int32), shape((1, heads), jnp.int32), shape((1, 256), bool)
         override = Override(k, k, shape((1, 256), bool)) if overridden else None
         function = {"tpu": tpu, "cuda": gpu}[platform].forward
         traced = jax.jit(functools.partial(function, Static(64, 0.1, None))).trace(q, k, k, *lists, override)
@@ -240,7 +245,7 @@ def test_bad_input_is_refused():
         ({"q": (1, 4, 1, 128), "k": (2, 4, 70, 128)}, "q, k: found shapes"),
         ({"v": (1, 4, 35, 128)}, r"v: found shape \(1, 4, 35, 128\)"),
         ({"idx": (1, 4, 0)}, r"idx: found shape \(1, 4, 0\) .* expected integer \(1, 4, 1\)"),
-        ({"idx": (1, 8, 4)}, r"idx: found shape \(1, 8, 4\) .* expected integer \(1, 4, 4\)"),
+        ({"idx": (1, 8, 4)}, r"idx: found shape \(1, 8, 4\) .* expected integer \(1, 4, 4\)$"),
         ({"idx": jnp.zeros((1, 4, 4))}, "idx: found shape .* of float32"),
         ({"count": (1, 8)}, "count: found shape"),
         ({"kv_valid": (1, 71)}, "kv_valid: found shape"),

@@ -25,7 +25,7 @@ class Static:
 def check_array(name: str, x: Any, kind: Any, *shapes: tuple[int, ...]) -> None:
     """Raises: ConfigError where ``x`` holds numbers of another kind than ``kind``, or has none of the shapes."""
     if x.shape not in shapes or not jnp.issubdtype(x.dtype, kind):
-        expected = f"{kind.__name__.rstrip('_')} {' or '.join(map(str, shapes))}"
+        expected = f"{kind.__name__.rstrip('_')} {' or '.join(dict.fromkeys(map(str, shapes)))}"
         raise ConfigError(f"{name}: found shape {x.shape} of {x.dtype}, expected {expected}")
 
 

@@ -31,8 +31,8 @@ def decode_attention(
     v: Float[Array, "B Hkv S D"],
     *,
     kv_valid: Bool[Array, "B S"] | None = None,
-    idx: Int[Array, "B Hkv W"] | None = None,
-    count: Int[Array, "B Hkv"] | None = None,
+    idx: Int[Array, "B Hs W"] | None = None,
+    count: Int[Array, "B Hs"] | None = None,
     bk: int = 64,
     override: Override | None = None,
     scale: float | None = None,
@@ -54,7 +54,8 @@ def decode_attention(
       k: cached keys. S need not be a multiple of ``bk``.
       v: cached values.
       kv_valid: True = the slot takes part; None = all.
-      idx: block numbers in [0, ceil(S / bk)) for each key/value head, each once in the first ``count``; None = all.
+      idx: block numbers in [0, ceil(S / bk)) for each key/value head, or for each head (Hs is Hkv or H), each once in
+        the first ``count``; None = all.
       count: how many entries count, 0 to W.
       bk: slots in a block.
       override: keys and values to use in place of the cache's at some slots.
@@ -67,8 +68,8 @@ def decode_attention(
 
     Returns:
       Attention in q's dtype, and lse if asked for; zeros and -inf where no slot takes part. A NaN or infinity in q
-      stays in its row; one in k or v, of the cache or overriding, reaches the queries of its key/value head where it
-      takes part, and nothing where its slot is not valid, not listed or overridden.
+      stays in its row; one in k or v, of the cache or overriding, reaches the queries of its key/value head whose list
+      holds it, and nothing where its slot is not valid, not listed or overridden.
 
     Raises:
       ConfigError: shapes or dtypes that do not fit, ``idx`` without ``count``, an unknown or absent backend, the
@@ -93,7 +94,7 @@ def decode_attention(
     if idx is not None:
         idx = jnp.clip(idx.astype(jnp.int32), 0, blocks - 1)
         count = jnp.minimum(count.astype(jnp.int32), idx.shape[-1])
-    grouped = q.reshape(batch, kv_heads, -1, q.shape[-1])
+    grouped = q.reshape(batch, kv_heads if idx is None else idx.shape[1], -1, q.shape[-1])
     run = functools.partial(_kernel, name) if name in ("tpu", "gpu") else _module(name).forward
     out, lse = run(static, grouped, k, v, idx, count, kv_valid, override)
     out, lse = out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:3])
@@ -106,8 +107,9 @@ def _check(q, k, v, kv_valid, idx, count, bk, override) -> None:
     if (idx is None) != (count is None):
         raise ConfigError("idx, count: found one of them, expected both or neither")
     if idx is not None:
-        check_array("idx", idx, jnp.integer, (*k.shape[:2], max(1, *idx.shape[2:])))
-        check_array("count", count, jnp.integer, k.shape[:2])
+        lists = [(k.shape[0], heads) for heads in (k.shape[1], q.shape[1])]
+        check_array("idx", idx, jnp.integer, *((*shape, max(1, *idx.shape[2:])) for shape in lists))
+        check_array("count", count, jnp.integer, idx.shape[:2])
     if override is not None:
         for name, x in (("override.k", override.k), ("override.v", override.v)):
             check_array(name, x, jnp.floating, k.shape)

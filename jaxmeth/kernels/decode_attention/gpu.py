@@ -1,4 +1,4 @@
-"""Pallas on Triton: one program a key/value head walks the list. Interpreted and lowered only.
+"""Pallas on Triton: one program a list walks it. Interpreted and lowered only.
 
 ``bk`` must be a power of two of at least 16; queries and head dimension are padded to one.
 """
@@ -55,7 +55,8 @@ def _kernel(static, overridden, q, k, v, valid, idx, count, *rest):
 def forward(static: Static, q, k, v, idx, count, valid, override) -> tuple[Array, Array]:
     if static.bk != power_of_two(static.bk):
         raise ConfigError(f"bk: found {static.bk}, expected a power of two of at least 16 on a GPU")
-    batch, kv_heads, queries, dim = q.shape
+    batch, lists, queries, dim = q.shape
+    group = lists // k.shape[1]
     q = jnp.pad(_widen(q), ((0, 0), (0, 0), (0, power_of_two(queries) - queries), (0, 0)))
     if valid is None:
         valid = jnp.ones((batch, k.shape[2]), bool)
@@ -64,15 +65,16 @@ def forward(static: Static, q, k, v, idx, count, valid, override) -> tuple[Array
     def whole(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, *shape), lambda b, h: (b, h, *(0 for _ in shape)))
 
+    cache = pl.BlockSpec((None, None, slots, wide), lambda b, h: (b, jax.lax.div(h, group), 0, 0))
     shared = pl.BlockSpec((None, slots), lambda b, h: (b, 0))
     arrays = [q, _widen(k), _widen(v), valid.astype(jnp.int32), idx, count[..., None]]
-    specs = [whole(*q.shape[2:]), whole(slots, wide), whole(slots, wide), shared, whole(idx.shape[-1]), whole(1)]
+    specs = [whole(*q.shape[2:]), cache, cache, shared, whole(idx.shape[-1]), whole(1)]
     if override is not None:
         arrays += [_widen(override.k), _widen(override.v), override.use.astype(jnp.int32)]
-        specs += [whole(slots, wide), whole(slots, wide), shared]
+        specs += [cache, cache, shared]
     out, lse = pl.pallas_call(
         functools.partial(_kernel, static, override is not None),
-        grid=(batch, kv_heads),
+        grid=(batch, lists),
         in_specs=specs,
         out_specs=[whole(*q.shape[2:]), whole(q.shape[2])],
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)],

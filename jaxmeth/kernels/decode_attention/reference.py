@@ -12,6 +12,7 @@ def forward(static: Static, q, k, v, idx, count, valid, override) -> tuple[Array
     if override is not None:
         use = override.use[:, None, :, None]
         k, v = jnp.where(use, override.k, k), jnp.where(use, override.v, v)
+    k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
     mask = jnp.ones((k.shape[0], 1, k.shape[2]), bool) if valid is None else valid[:, None]
     if idx is not None:
         mask = mask & jnp.repeat(block_mask(idx, count, k.shape[2] // static.bk), static.bk, axis=-1)

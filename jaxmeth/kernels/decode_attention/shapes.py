@@ -18,12 +18,12 @@ class Static:
 
 
 def clean(mask: Array, *arrays: Array) -> list[Array]:
-    """Keys and values with zeros where ``mask [B, 1 or Hkv, keys]`` leaves them out: 0 * NaN is NaN."""
+    """Keys and values with zeros where ``mask [B, 1 or Hs, keys]`` leaves them out: 0 * NaN is NaN."""
     return [jnp.where(mask[..., None], x, 0) for x in arrays]
 
 
 def finish(static: Static, scores: Array, mask: Array | None, values: Array) -> tuple[Array, Array]:
-    """``(out, lse)`` of scores ``[B, Hkv, M, keys]`` before soft cap and mask, and values ``[B, Hkv, keys, D]``."""
+    """``(out, lse)`` of scores ``[B, Hs, M, keys]`` before soft cap and mask, and values ``[B, Hs, keys, D]``."""
     if static.softcap is not None:
         scores = static.softcap * jnp.tanh(scores / static.softcap)
     if mask is not None:

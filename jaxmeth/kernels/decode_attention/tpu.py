@@ -46,12 +46,15 @@ def _kernel(static, overridden, idx, count, q, k, v, valid, *rest):
 
 def forward(static: Static, q, k, v, idx, count, valid, override) -> tuple[Array, Array]:
     check_block("bk", static.bk, k.shape[2])
-    batch, kv_heads, queries, dim = q.shape
+    batch, lists, queries, dim = q.shape
+    group = lists // k.shape[1]
     q = jnp.pad(q, ((0, 0), (0, 0), (0, -queries % SUBLANES), (0, 0)))
     if valid is None:
         valid = jnp.ones((batch, k.shape[2]), bool)
     rows = pl.BlockSpec((None, None, q.shape[2], dim), lambda b, h, j, *_: (b, h, 0, 0))
-    block = pl.BlockSpec((None, None, static.bk, dim), lambda b, h, j, idx, count: (b, h, idx[b, h, j], 0))
+    block = pl.BlockSpec(
+        (None, None, static.bk, dim), lambda b, h, j, idx, count: (b, jax.lax.div(h, group), idx[b, h, j], 0)
+    )
     arrays = [q, k, v, valid.astype(jnp.int32).reshape(batch, -1, 1, static.bk)]
     specs = [
         rows,
@@ -71,7 +74,7 @@ def forward(static: Static, q, k, v, idx, count, valid, override) -> tuple[Array
         functools.partial(_kernel, static, override is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(batch, kv_heads, idx.shape[-1]),
+            grid=(batch, lists, idx.shape[-1]),
             in_specs=specs,
             out_specs=[rows, lse_spec],
             scratch_shapes=[

@@ -14,14 +14,14 @@ def forward(static: Static, q, k, v, idx, count, valid, override) -> tuple[Array
     use = None if override is None else override.use[:, None, :]
     sources = (k, v) if override is None else (k, v, override.k, override.v)
     if idx is not None:
-        batch, kv_heads, width = idx.shape
+        (batch, lists, width), kv_heads = idx.shape, k.shape[1]
 
         def rows(x: Array) -> Array:
-            """``[B, 1 or Hkv, S, ...] -> [B, Hkv, W * bk, ...]``."""
+            """``[B, 1 or Hkv, S, ...] -> [B, Hs, W * bk, ...]``."""
             x = jnp.broadcast_to(x, (batch, kv_heads, *x.shape[2:]))
             blocks = x.reshape(batch, kv_heads, -1, static.bk, *x.shape[3:])
-            taken = jax.vmap(jax.vmap(lambda b, i: b[i]))(blocks, idx)
-            return taken.reshape(batch, kv_heads, width * static.bk, *x.shape[3:])
+            taken = jax.vmap(jax.vmap(lambda b, i: b[i]))(blocks, idx.reshape(batch, kv_heads, -1))
+            return taken.reshape(batch, lists, width * static.bk, *x.shape[3:])
 
         sources = tuple(rows(x) for x in sources)
         listed = jnp.repeat(used(count, width), static.bk, axis=-1)
