@@ -28,11 +28,8 @@ from jaxmeth.attention.dhsa_chunks import (
     chunk_repr,
     finite,
     fixed_boundaries,
-    query_repr,
     select_boundaries,
-    select_tokens,
     similarity_scores,
-    token_attention,
     upsample,
 )
 from jaxmeth.attention.dhsa_predictor import (
@@ -45,6 +42,7 @@ from jaxmeth.attention.dhsa_predictor import (
     encoder_of,
     train_boundary_predictor,
 )
+from jaxmeth.attention.dhsa_tokens import query_repr, select_tokens, token_attention
 from jaxmeth.kernels import block_attention, decode_attention
 from jaxmeth.types import Attend, AttendContext, ConfigError, Params, State
 

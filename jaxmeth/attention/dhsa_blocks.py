@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmeth.attention.dhsa_chunks import ascending, chunk_of_token, chunk_repr, finite
-from jaxmeth.types import ConfigError, is_concrete, whole_number
+from jaxmeth.attention.dhsa_chunks import ascending, check_queries, chunk_of_token, chunk_repr, finite
+from jaxmeth.types import ConfigError, whole_number
 
 RULES = ("topk", "ashape", "vs", "vsb", "chunk")
 NONCAUSAL_RULES = ("vs", "vsb")
@@ -174,7 +174,7 @@ def select_blocks(
     Raises: ConfigError for shapes that do not fit, and under a gradient with respect to q or k where the rule chooses
       by later tokens (see ``DHSAConfig.causal``), unless ``cfg.noncausal_training``.
     """
-    _check(q, k, kv_mask, start)
+    check_queries(q, k, kv_mask, start)
     if not cfg.causal and not cfg.noncausal_training:
         q, k = refuse_gradient(q), refuse_gradient(k)
     q, k = jax.lax.stop_gradient((q, k))
@@ -231,19 +231,6 @@ def dense_from_blocks(blocks: BlockList, number: int) -> Bool[Array, "B Hs nq nk
     from jaxmeth.kernels import block_mask
 
     return block_mask(blocks.idx, blocks.count, number)
-
-
-def _check(q: Array, k: Array, kv_mask: Array | None, start) -> None:
-    (batch, heads, length, _), (rows, kv_heads, slots, _) = q.shape, k.shape
-    if 0 in q.shape or 0 in k.shape or batch != rows or q.shape[3] != k.shape[3] or heads % kv_heads:
-        expected = "nothing empty, one batch and width, H a multiple of Hkv"
-        raise ConfigError(f"q, k: found shapes {q.shape}, {k.shape}, expected {expected}")
-    if kv_mask is not None and kv_mask.shape != (batch, slots):
-        raise ConfigError(f"kv_mask: found shape {kv_mask.shape}, expected {(batch, slots)}")
-    last = length + (int(start) if is_concrete(start) else 0)
-    if last > slots or last < length:
-        found = f"queries up to slot {last - 1} over {slots} keys"
-        raise ConfigError(f"q, start: found {found}, expected slots from 0 to {slots - 1}")
 
 
 def _rows(cfg: DHSAConfig, valid: Array, length: int, start: Array) -> _Rows:

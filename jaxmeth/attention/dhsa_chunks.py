@@ -1,4 +1,4 @@
-"""Chunks of variable length (the paper's front end of DHSA): boundaries, representations, token lists.
+"""Chunks of variable length (the paper's front end of DHSA): boundaries and representations.
 
 Reference: Long-Context Modeling with Dynamic Hierarchical Sparse Attention for Memory-Constrained LLM Inference,
 arXiv 2510.24606, section 3; details from the authors' public code where marked.
@@ -8,11 +8,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxmeth.types import ConfigError
-
-POOLINGS = ("avgpool_norm", "avgpool", "maxpool")
+from jaxmeth.types import ConfigError, is_concrete
 
 
 def finite(score: Float[Array, "*S"]) -> Float[Array, "*S"]:
@@ -174,95 +172,6 @@ def upsample(scores: Float[Array, "B nq Nc"], boundaries: Int[Array, "B N"], len
     return jnp.take_along_axis(scores, chunk_of_token(boundaries, length)[:, None, :], axis=2)
 
 
-def query_repr(
-    q: Float[Array, "B H L D"], size: int, pooling: str = "avgpool_norm", legacy_pad_mean: bool = False
-) -> Float32[Array, "B nq D"] | Float[Array, "B nq D"]:
-    """The vector of each block of queries, heads averaged; the mean runs over real tokens.
-
-    ``legacy_pad_mean``: as the public code, over the zero-padded last block (the root takes its real length).
-    """
-    if pooling not in POOLINGS:
-        raise ConfigError(f"pooling: found {pooling!r}, expected one of {', '.join(POOLINGS)}")
-    length = q.shape[2]
-    rows = -(-length // size)
-    x = jnp.mean(q.astype(jnp.promote_types(q.dtype, jnp.float32)), axis=1)
-    fill = -jnp.inf if pooling == "maxpool" and not legacy_pad_mean else 0
-    x = jnp.pad(x, ((0, 0), (0, rows * size - length), (0, 0)), constant_values=fill).reshape(
-        -1, rows, size, x.shape[2]
-    )
-    if pooling == "maxpool":
-        return jnp.max(x, axis=2)
-    real = jnp.minimum(size, length - jnp.arange(rows) * size).astype(x.dtype)[None, :, None]
-    mean = jnp.sum(x, axis=2) / (size if legacy_pad_mean else real)
-    return mean * jnp.sqrt(real) if pooling == "avgpool_norm" else mean
-
-
-def select_tokens(
-    q: Float[Array, "B H Lq D"],
-    k: Float[Array, "B Hkv L D"],
-    boundaries: Int[Array, "B N"],
-    n_valid: Int[Array, " B"],
-    *,
-    block_size: int,
-    budget: int = 2048,
-    local_tokens: int = 64,
-    global_tokens: int = 128,
-    window: int | None = None,
-    pooling: str = "avgpool_norm",
-    legacy_pad_mean: bool = False,
-) -> tuple[Int[Array, "B nq W"], Int[Array, "B nq"]]:
-    """For each block of queries the ``budget`` key tokens that all heads share (the paper's selection).
-
-    Score of a token = block vector . chunk vector of its chunk. Always kept: the last ``local_tokens`` of the tokens
-    the block may see, then the first ``global_tokens`` (of the window, if there is one); the rest go by score, equal
-    scores to the lower token. A set: each token once, sinks and locals within the budget. A NaN in a key changes its
-    own chunk's score, a NaN in a query the list of its block. Reconstruction: the public code overwrites list entries
-    by the sinks, so that a token can count twice.
-
-    Args:
-      q: queries, or the first Lq of them where the last ones attend densely.
-      k: keys; queries and keys are of the same tokens.
-      boundaries: chunk edges, see ``select_boundaries``.
-      n_valid: real chunks.
-      block_size: queries in a block, static.
-      budget: tokens a block keeps, static.
-      local_tokens: the most recent ones always kept.
-      global_tokens: the first ones always kept.
-      window: sliding window of the layer; None = none.
-      pooling: of keys and queries; "maxpool" applies to queries, keys then take "avgpool".
-      legacy_pad_mean: see ``query_repr``.
-
-    Returns:
-      ``(int32[B, nq, min(budget, L)], int32[B, nq])``: tokens ascending, the last one repeated after the count.
-    """
-    if block_size < 1 or budget < 1:
-        raise ConfigError(f"block_size, budget: found {block_size}, {budget}, expected at least 1")
-    length = k.shape[2]
-    width = min(budget, length)
-    chunks = chunk_repr(k, boundaries, n_valid, "avgpool" if pooling == "maxpool" else pooling)
-    rows = query_repr(q, block_size, pooling, legacy_pad_mean)
-    scores = jnp.einsum("bid,bcd->bic", rows, chunks, precision="highest")
-    scores = finite(scores)
-    end = ((jnp.arange(rows.shape[1], dtype=jnp.int32) + 1) * block_size)[:, None]
-    token = jnp.arange(length, dtype=jnp.int32)[None]
-    allowed = token < jnp.minimum(end, length)
-    begin = jnp.zeros_like(end)
-    if window is not None:
-        allowed &= token >= end - window
-        begin = jnp.maximum(end - block_size - window, 0)
-    last = jnp.minimum(end, length)
-    sink = (token >= begin) & (token < jnp.minimum(begin + global_tokens, last))
-    local = allowed & (token >= last - min(local_tokens, budget))
-    allowed |= sink
-    value = upsample(scores, boundaries, length)
-    high = jnp.finfo(value.dtype).max
-    value = jnp.where(local[None], jnp.inf, jnp.where(sink[None], high, jnp.minimum(value, high)))
-    value = jnp.where(allowed[None], value, -jnp.inf)
-    _, idx = jax.lax.top_k(value, width)
-    count = jnp.broadcast_to(jnp.minimum(jnp.sum(allowed, -1, dtype=jnp.int32), width)[None], idx.shape[:2])
-    return jax.lax.stop_gradient((ascending(idx.astype(jnp.int32), count), count))
-
-
 def ascending(idx: Int[Array, "*R W"], count: Int[Array, "*R"]) -> Int[Array, "*R W"]:
     """Sort the first ``count`` entries of each list and repeat the last of them after."""
     place = jax.lax.broadcasted_iota(jnp.int32, idx.shape, idx.ndim - 1)
@@ -271,43 +180,15 @@ def ascending(idx: Int[Array, "*R W"], count: Int[Array, "*R"]) -> Int[Array, "*
     return jnp.where(place < count[..., None], idx, jnp.where(count[..., None] > 0, last, 0))
 
 
-def token_attention(
-    q: Float[Array, "B H Lq D"],
-    k: Float[Array, "B Hkv L D"],
-    v: Float[Array, "B Hkv L D"],
-    idx: Int[Array, "B nq W"],
-    count: Int[Array, "B nq"],
-    *,
-    block_size: int,
-    scale: float | None = None,
-    window: int | None = None,
-) -> Float[Array, "B H Lq D"]:
-    """Exact causal attention of each block of queries over its listed tokens, all heads sharing the list.
-
-    Blocks go one after the other, so memory is bounded by one block's W tokens. An entry listed twice counts twice. A
-    query that sees nothing gives 0.
-    """
-    batch, heads, length, dim = q.shape
-    rows, group = idx.shape[1], heads // k.shape[1]
-    exact = jnp.promote_types(q.dtype, jnp.float32)
-    scaled = q.astype(exact) * (dim**-0.5 if scale is None else scale)
-    blocks = jnp.pad(scaled, ((0, 0), (0, 0), (0, rows * block_size - length), (0, 0)))
-    blocks = blocks.reshape(batch, k.shape[1], group, rows, block_size, dim)
-
-    def one(item):
-        block, tokens, number, first = item
-        keys, values = (jax.vmap(lambda a, t: a[:, t])(x, tokens).astype(exact) for x in (k, v))  # [B, Hkv, W, D]
-        s = jnp.einsum("bkgtd,bkwd->bkgtw", block, keys)
-        distance = (first + jnp.arange(block_size))[None, :, None] - tokens[:, None, :]
-        seen = (distance >= 0) & (jnp.arange(tokens.shape[1])[None] < number[:, None])[:, None]
-        seen = seen if window is None else seen & (distance < window)
-        seen = seen[:, None, None]
-        s = jnp.where(seen, s, jnp.finfo(exact).min)
-        p = jnp.where(seen, jnp.exp(s - jax.lax.stop_gradient(jnp.max(s, -1, keepdims=True))), 0)
-        total = jnp.sum(p, -1, keepdims=True)
-        return jnp.einsum("bkgtw,bkwd->bkgtd", p / jnp.where(total > 0, total, 1), values)
-
-    first = jnp.arange(rows, dtype=jnp.int32) * block_size
-    items = (jnp.moveaxis(blocks, 3, 0), jnp.moveaxis(idx, 1, 0), jnp.moveaxis(count, 1, 0), first)
-    out = jnp.moveaxis(jax.lax.map(one, items), 0, 3)
-    return out.reshape(batch, heads, rows * block_size, -1)[:, :, :length].astype(q.dtype)
+def check_queries(q: Array, k: Array, kv_mask: Array | None, start: int | Array) -> None:
+    """Raises: ConfigError where queries from slot ``start`` and keys do not fit each other or the mask."""
+    (batch, heads, length, _), (rows, kv_heads, slots, _) = q.shape, k.shape
+    if 0 in q.shape or 0 in k.shape or batch != rows or q.shape[3] != k.shape[3] or heads % kv_heads:
+        expected = "nothing empty, one batch and width, H a multiple of Hkv"
+        raise ConfigError(f"q, k: found shapes {q.shape}, {k.shape}, expected {expected}")
+    if kv_mask is not None and kv_mask.shape != (batch, slots):
+        raise ConfigError(f"kv_mask: found shape {kv_mask.shape}, expected {(batch, slots)}")
+    last = length + (int(start) if is_concrete(start) else 0)
+    if last > slots or last < length:
+        found = f"queries up to slot {last - 1} over {slots} keys"
+        raise ConfigError(f"q, start: found {found}, expected slots from 0 to {slots - 1}")
