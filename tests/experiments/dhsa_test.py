@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_computed(tmp_path):
 
 def test_needles_need_text():
     words = SimpleNamespace(encode=lambda text: SimpleNamespace(ids=[1] * len(text.split())))
-    prompts, answers = dhsa_text.needles(dhsa.Config(needle_length=256), words, np.arange(300))
+    prompts, answers = dhsa_text.needles(dhsa.Config(needle_length=256, needles=2), words, np.arange(300))
     assert prompts.shape == (10, 256)
     assert len(set(answers)) == 10
     with pytest.raises(core.ConfigError, match="text: found 99 tokens, expected more than"):
