@@ -1,6 +1,7 @@
 """Block attention: every implementation against the reference, from one table."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +103,18 @@ def test_equals_the_reference(backend, row):
     (out, lse), (expected, expected_lse) = (results(name, row)[0] for name in (backend, "reference"))
     np.testing.assert_allclose(out, expected, atol=2e-6)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_start_and_window_equals_the_reference(causal):
+    """Which blocks are masked at all is told by their corners; here each corner lies on each side of each limit."""
+    (q, k, v, *_), _ = made((1, 2, 1, None, 16, 40, 4, 8, 4, 10, {}))
+    lists = jnp.broadcast_to(jnp.arange(10, dtype=jnp.int32), (1, 1, 2, 10)), jnp.full((1, 1, 2), 10)
+    calls = [jitted({"bq": 8, "bk": 4, "causal": causal}, backend=name) for name in ("xla", "reference")]
+    for start, window in itertools.product(range(0, 25, 3), [*range(1, 21), 40]):
+        found, expected = (call(q, k, v, *lists, start=jnp.int32(start), window=jnp.int32(window)) for call in calls)
+        np.testing.assert_allclose(found[1], expected[1], atol=2e-6, err_msg=f"start {start}, window {window}")
+        np.testing.assert_allclose(found[0], expected[0], atol=2e-6)
 
 
 @pytest.mark.parametrize("row", GRADIENTS)
