@@ -275,8 +275,9 @@ def test_odd_sizes(rule, length, heads, kv, dim, bq, bk):
 
 def by_tokens(q, k, v, start, mask):
     edges = dhsa.select_boundaries(dhsa.similarity_scores(k[:, 0]), 6, 0.0)
-    idx, count = dhsa.select_tokens(q, k, *edges, block_size=16, budget=40, local_tokens=8, global_tokens=8)
-    return dhsa.token_attention(q, k, v, idx, count, block_size=16)
+    how = {"block_size": 16, "start": start}
+    lists = dhsa.select_tokens(q[:, :, :96], k, *edges, budget=40, local_tokens=8, global_tokens=8, kv_mask=mask, **how)
+    return dhsa.token_attention(q[:, :, :96], k, v, *lists, **how)
 
 
 def by_steps(q, k, v, start, mask):

@@ -125,10 +125,14 @@ def test_gradients_are_finite_where_a_query_sees_nothing():
 )
 def test_bad_calls_are_refused(change, named, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    q, k, v = tensors()
+    q, k, _ = tensors()
     with pytest.raises(ConfigError, match=named) as raised:
         dhsa.select_tokens(q, k, *EDGES, **OPTIONS | change)
     assert "\n" not in str(raised.value)
+
+
+def test_lists_that_do_not_fit_the_queries_are_refused():
+    q, k, v = tensors()
     idx, count = jnp.zeros((1, 5, 8), jnp.int32), jnp.zeros((1, 5), jnp.int32)
     with pytest.raises(ConfigError, match="found 5 lists for 96 queries in blocks of 16, expected 6"):
         dhsa.token_attention(q, k, v, idx, count, block_size=SIZE)
